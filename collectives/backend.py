@@ -1,0 +1,116 @@
+"""The seam between the public calls and a transport.
+
+A backend moves contiguous 1-D tensors between ranks, and that is enough: every collective has a schedule over sends and
+receives. Where a library's own collective is faster and keeps the contract, the backend may offer it as well.
+
+Writing one takes a file with a subclass of ``Backend``, a ``create(bootstrap)`` function, and a line in
+``collectives.backends.REGISTRY`` (or an entry point in the group ``collectives.backends``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from collectives.errors import UnsupportedError
+from collectives.types import P2P, RankInfo, ReduceOp
+
+
+class Pending(Protocol):
+    """Operations that were posted together."""
+
+    def poll(self) -> bool:
+        """Whether all are done. Makes progress, never blocks. Raises ``CommError`` for what failed."""
+
+    def wait(self, i: int, deadline: float) -> None:
+        """Block until operation ``i`` is done (on CUDA: order the current stream behind it).
+
+        Raises ``CommTimeoutError`` at ``deadline``, a ``time.monotonic()`` value. Called only where ``polls`` is false.
+        """
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """What a backend is given to find its peers.
+
+    ``store`` opens the job's key-value store on first use and returns the same one afterwards (a
+    ``torch.distributed.Store``; MPI needs none). ``address`` is the address of this host that its peers can reach:
+    loopback where the job has one host. ``timeout`` bounds set-up, in seconds.
+    """
+
+    info: RankInfo
+    device: torch.device
+    timeout: float
+    store: Callable[[], Any]
+    address: str = "127.0.0.1"
+    warnings: list[str] = field(default_factory=list)
+
+
+class Backend(ABC):
+    """A transport among ``size`` ranks, of which this is ``rank``. One thread at a time calls it, except ``_kill``.
+
+    Tensors are contiguous and 1-D, non-empty, on ``device``; peers are never the rank itself. Messages between two
+    ranks with one tag arrive in the order sent. A send may block its ``Pending`` until it is received, but ``_post``
+    and the native operations only start work and return.
+    """
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device  # where tensors must lie; the communicator stages those of other devices
+    polls: bool = True  # Pending.poll() makes progress by itself; otherwise only wait() does
+    tags: bool = True  # messages with different tags are told apart
+    max_tag: int = 2**30
+    max_count: int = 2**31 - 1  # elements in one message or native operation; longer ones are cut above
+
+    @abstractmethod
+    def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
+        """Start sends and receives together. The tensors stay alive and untouched until they are done."""
+
+    @abstractmethod
+    def _split(self, members: Sequence[int], name: str) -> Backend:
+        """A backend among ``members`` (ranks of this one, in the new order), called by the members only.
+
+        ``name`` is unique among the splits of the job and the same on all members.
+        """
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """Give up at once, from any thread: whoever waits here wakes within 100 ms with a ``CommError``."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Release everything. No operation is pending."""
+
+    def supports(self, operation: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
+        """Whether the native ``operation`` ("all_reduce", ...) handles this and keeps the contract. AVG is never asked:
+        it is SUM, divided above."""
+        return False
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
+        """In place over ``tensor``."""
+        raise UnsupportedError(f"{self.name} has no all_reduce of its own")
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """``output`` has size * input.numel() elements; ``input`` may be its own slot of it."""
+        raise UnsupportedError(f"{self.name} has no all_gather of its own")
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
+        """``input`` has size * output.numel() elements and stays unchanged."""
+        raise UnsupportedError(f"{self.name} has no reduce_scatter of its own")
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
+        """From rank ``src``, in place."""
+        raise UnsupportedError(f"{self.name} has no broadcast of its own")
+
+    def _barrier(self) -> Pending:
+        """Done when every rank has started it."""
+        raise UnsupportedError(f"{self.name} has no barrier of its own")
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The buffer that this backend reaches fastest."""
+        return torch.empty(numel, dtype=dtype, device=self.device)

@@ -1,0 +1,1 @@
+"""Collective algorithms as data: generators of rounds, one family a file."""
