@@ -1,0 +1,49 @@
+"""What every test run needs: the options, an order that keeps worker pools alive, and their end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+from tests import ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the expensive tests, as CI does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unwanted = [item for item in items if not _wanted(item, config)]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+    wanted = [item for item in items if _wanted(item, config)]
+    items[:] = sorted(wanted, key=_pool)
+
+
+def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    if item.get_closest_marker("slurm") and "slurm" not in config.option.markexpr:
+        return False
+    return config.option.full or not item.get_closest_marker("full")
+
+
+def _pool(item: pytest.Item) -> tuple[str, int]:
+    """Tests of one pool of workers run one after another, so that it is started once."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    launcher = ranks.family(str(parameters.get("backend", "threads")))
+    return (launcher, int(parameters.get("world_size", 0))) if launcher else ("", 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _worker_pools() -> Generator[None]:
+    """At the end every worker has left by itself and with exit code 0, or the run fails."""
+    yield
+    troubles = ranks.POOLS.close()
+    if troubles:
+        pytest.fail("\n".join(troubles), pytrace=False)
