@@ -18,7 +18,7 @@ LAYERS = [
     {"backend"},
     {"arguments", "collective", "operation", "statistics", "communicator"},
     {"backends"},
-    {"rendezvous"},
+    {"hosts", "launchers", "rendezvous"},
     {""},  # collectives/__init__.py
     {"info", "bench", "conformance"},
 ]

@@ -1,0 +1,111 @@
+"""What is exported, what is in the wheel, and that an installed wheel works from any folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import collectives
+import fsdp
+from tests.ranks import ROOT, clean_environment
+
+
+def test_exported_names_of_collectives() -> None:
+    assert set(collectives.__all__) == {
+        "CollectiveMismatchError",
+        "CommClosedError",
+        "CommError",
+        "CommTimeoutError",
+        "Communicator",
+        "P2P",
+        "PeerLostError",
+        "RankInfo",
+        "ReduceOp",
+        "RendezvousError",
+        "UnsupportedError",
+        "Work",
+        "errors",
+        "from_mpi",
+        "init",
+        "run",
+    }
+    for name in collectives.__all__:
+        assert getattr(collectives, name) is not None
+
+
+def test_exported_names_of_fsdp() -> None:
+    assert set(fsdp.__all__) == {"DistributedDataParallel", "clip_grad_norm_", "full_state_dict", "fully_shard"}
+    for name in fsdp.__all__:
+        assert getattr(fsdp, name) is not None
+
+
+def test_import_starts_nothing() -> None:
+    """No MPI, no process group, no thread, no CUDA."""
+    code = (
+        "import sys, threading, collectives, fsdp, torch\n"
+        "assert 'mpi4py' not in sys.modules and 'mpi4py.MPI' not in sys.modules\n"
+        "assert threading.active_count() == 1\n"
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=clean_environment(), cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that the source tree stays as it is."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    junk = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "outputs", "build", "dist", "venv")
+    shutil.copytree(ROOT, source, ignore=junk)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*pip, str(folder), str(source)], check=True, timeout=120, stdin=subprocess.DEVNULL)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_content(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    (info,) = (top for top in tops if top.endswith(".dist-info"))
+    assert wheel.name.startswith("collectives_fsdp-")
+    assert tops - {info} == {"collectives", "fsdp", "launch"}
+    present = [path for package in ("collectives", "fsdp", "launch") for path in (ROOT / package).rglob("*")]
+    wanted = {
+        p.relative_to(ROOT).as_posix() for p in present if p.suffix in {".py", ".sh", ".sbatch"} or p.name == "py.typed"
+    }
+    assert wanted <= set(names)
+    assert f"{info}/licenses/LICENSE" in names
+
+
+def test_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, timeout=120, stdin=subprocess.DEVNULL)
+    environment = {**clean_environment(), "PYTHONPATH": str(site)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=elsewhere,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    where = "import collectives, fsdp, launch; print(collectives.__file__, fsdp.__file__, launch.__file__)"
+    assert all(Path(path).is_relative_to(site) for path in run(sys.executable, "-c", where).split())
+    assert "rank" in run(sys.executable, "-m", "collectives.info")
+    for script in ("collectives-launch", "collectives-train", "collectives-demo", "collectives-info"):
+        assert "usage" in run(sys.executable, str(site / "bin" / script), "--help").lower(), script
+    run(str(site / "bin" / "collectives-launch"), "-n", "2", "-m", "launch.demo", "--num-steps", "2", "--no-write")
+    assert list(elsewhere.iterdir()) == []
