@@ -29,7 +29,7 @@ class Pending(Protocol):
     def wait(self, i: int, deadline: float) -> None:
         """Block until operation ``i`` is done (on CUDA: order the current stream behind it).
 
-        Raises ``CommTimeoutError`` at ``deadline``, a ``time.monotonic()`` value. Called only where ``polls`` is false.
+        Raises ``CommTimeoutError`` at ``deadline``, a ``time.monotonic()`` value. Called only where ``waits`` is true.
         """
 
 
@@ -63,6 +63,7 @@ class Backend(ABC):
     size: int
     device: torch.device  # where tensors must lie; the communicator stages those of other devices
     polls: bool = True  # Pending.poll() makes progress by itself; otherwise only wait() does
+    waits: bool = False  # Pending.wait() sleeps (or orders a stream) instead of spinning
     tags: bool = True  # messages with different tags are told apart
     max_tag: int = 2**30
     max_count: int = 2**31 - 1  # elements in one message or native operation; longer ones are cut above

@@ -65,6 +65,23 @@ class Work(ABC):
         """What ended the operation badly; None while it runs and after it ended well."""
 
 
+class SharedBuffer(ABC):
+    """One buffer a host, mapped by all its ranks, made by ``Communicator.allocate_shared``.
+
+    ``tensor`` (1-D) may be the output of an all_gather or a broadcast, and nothing else writes it.
+    """
+
+    tensor: torch.Tensor
+
+    @abstractmethod
+    def retire(self) -> None:
+        """This rank has read what it needs; when all local ranks have, the buffer may be filled again."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Unmap. The tensor must not be used afterwards."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Who this process is in its job, and how that is known.
@@ -72,7 +89,8 @@ class RankInfo:
     ``node`` counts hosts from 0. ``launcher`` is the source that rank and size were read from, and ``variables`` the
     environment variables (or argument names) and values that were used. ``master_addr`` and ``master_port`` say where
     rank 0 keeps the job's key-value store, where the launcher fixes that; ``store_fd`` is a listening socket inherited
-    from the launcher (rank 0 only); ``agent_store`` says that the launcher itself serves the store.
+    from the launcher (rank 0 only); ``agent_store`` says that the launcher itself serves the store. ``mpi`` says that
+    the launcher starts MPI worlds, and ``warnings`` what was strange about the environment without being wrong.
     """
 
     rank: int = 0
@@ -87,6 +105,8 @@ class RankInfo:
     store_fd: int | None = None
     agent_store: bool = False
     job: str = ""  # distinguishes jobs and restarts that share a store
+    mpi: bool = False
+    warnings: tuple[str, ...] = ()
 
     @property
     def hosts(self) -> int:

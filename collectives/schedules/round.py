@@ -38,7 +38,10 @@ class Span(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """``into`` = the terms combined left to right in the accumulation dtype, rounded once; one term is a copy."""
+    """``into`` = the terms combined left to right in the accumulation dtype, rounded once; one term is a copy.
+
+    In a reduction a sum into OUT is that chunk's last: AVG divides there. Partial sums belong in ACC.
+    """
 
     into: Span
     terms: tuple[Span, ...]

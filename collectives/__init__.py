@@ -1,0 +1,9 @@
+"""One Communicator over gloo, NCCL, MPI and threads, with collectives as readable schedules over sends."""
+
+from collectives import errors
+from collectives.communicator import Communicator
+from collectives.errors import CommError
+from collectives.local import run
+from collectives.types import P2P, ReduceOp, Work
+
+__all__ = ["P2P", "CommError", "Communicator", "ReduceOp", "Work", "errors", "run"]

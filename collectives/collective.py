@@ -1,0 +1,161 @@
+"""One collective call: which algorithm carries it, and the steps that this takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+from collectives.arguments import Flat
+from collectives.backend import Backend, Pending
+from collectives.schedules import SCHEDULES
+from collectives.schedules.arithmetic import Arithmetic, accumulation_dtype
+from collectives.schedules.executor import Chunks, Memory, Post, Posted, execute
+from collectives.schedules.round import Round, Schedule
+from collectives.types import ReduceOp
+
+Algorithm: TypeAlias = "str | Schedule | None"
+NATIVE = "native"
+
+# From here on the ring's neighbours-only traffic pays for its many rounds.
+_RING_FROM_BYTES = 32 * 1024
+_FALLBACK = {"broadcast": "tree", "reduce": "direct", "all_to_all": "pairwise"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What is to be done with which elements. Where a rank has no input or output, that is None.
+
+    ``own`` is (where, what): this rank's contribution, put in its place before anything travels. ``even`` says that all
+    ranks' parts have one size, which libraries want.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    input: Chunks | None
+    output: Chunks | None
+    op: ReduceOp | None = None
+    root: int | None = None
+    own: tuple[torch.Tensor, torch.Tensor] | None = None
+    even: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the larger side, the same on all ranks."""
+        return max(chunks.cuts[-1] for chunks in (self.input, self.output) if chunks is not None)
+
+    def __str__(self) -> str:
+        details = [f"{self.numel} x {str(self.dtype).removeprefix('torch.')}"]
+        details += [self.op.name] if self.op is not None else []
+        details += [f"root {self.root}"] if self.root is not None else []
+        return f"{self.operation} ({', '.join(details)})"
+
+    def steps(self, backend: Backend, choice: str | Schedule, post: Post, flats: Sequence[Flat]) -> Iterator[Posted]:
+        """Everything from placing this rank's own part to the caller's elements being written."""
+        arithmetic = Arithmetic(self.op or ReduceOp.SUM, self.dtype, backend.size)
+        if choice == NATIVE:
+            yield Posted(self._native(backend), 1)
+            if self.op is ReduceOp.AVG:
+                assert self.output is not None
+                arithmetic.finish(self.output.tensor)
+        else:
+            if self.own is not None and self.own[0].data_ptr() != self.own[1].data_ptr():
+                self.own[0].copy_(self.own[1])
+            if backend.size > 1:
+                rounds = plan(_schedule(self.operation, choice), backend.rank, backend.size, self.root)
+                acc_dtype = accumulation_dtype(self.dtype) if self.op is not None else self.dtype
+                memory = Memory(backend.size, self.input, self.output, self.dtype, acc_dtype, backend.device)
+                yield from execute(rounds, memory, arithmetic, post)
+            elif self.own is None and self.input is not None and self.output is not None:
+                self.output.tensor.copy_(self.input.tensor)
+        for flat in flats:
+            flat.finish()
+
+    def _native(self, backend: Backend) -> Pending:
+        if self.operation == "barrier":
+            return backend._barrier()
+        assert self.input is not None and self.output is not None
+        output, input = self.output.tensor, self.input.tensor
+        if self.root is not None:
+            return backend._broadcast(output, self.root)
+        if self.op is None:
+            return backend._all_gather(output, input)
+        op = ReduceOp.SUM if self.op is ReduceOp.AVG else self.op
+        if self.operation == "all_reduce":
+            return backend._all_reduce(output, op)
+        return backend._reduce_scatter(output, input, op)
+
+    def least_bytes(self, size: int, rank: int) -> int:
+        """What a rank must send at least: the volume of the best algorithm, in bytes."""
+        nbytes = self.numel * self.dtype.itemsize
+        if self.operation == "all_reduce":
+            return 2 * (size - 1) * nbytes // size
+        if self.operation == "broadcast":
+            return nbytes if rank == self.root and size > 1 else 0
+        return (size - 1) * nbytes // size
+
+
+@lru_cache(maxsize=4096)
+def plan(schedule: Schedule, rank: int, size: int, root: int | None) -> tuple[Round, ...]:
+    """A schedule's rounds. Schedules are pure, so they are kept."""
+    return tuple(schedule(rank, size) if root is None else schedule(rank, size, root))
+
+
+def _schedule(operation: str, choice: str | Schedule) -> Schedule:
+    return choice if callable(choice) else SCHEDULES[_family(operation), choice].schedule
+
+
+def _family(operation: str) -> str:
+    """A barrier is done when a byte from everyone has come."""
+    return "all_gather" if operation == "barrier" else operation
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which algorithm runs. It depends on the call's signature alone, so all ranks choose alike.
+
+    ``ring``: never the library's own collectives. ``default``: the algorithm of calls that name none, where it exists.
+    """
+
+    backend: Backend
+    ring: bool
+    default: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.default is not None and self.default not in {name for _, name in SCHEDULES}:
+            raise ValueError(f"unknown algorithm {self.default!r}; expected one of {_known(None)}")
+
+    def choose(self, call: Collective, algorithm: Algorithm) -> str | Schedule:
+        """The schedule's name or generator, or ``NATIVE``. Raises ``ValueError`` for a name that does not exist."""
+        operation = _family(call.operation)
+        if callable(algorithm):
+            return algorithm
+        if algorithm is not None:
+            if algorithm != NATIVE and (operation, algorithm) not in SCHEDULES:
+                raise ValueError(f"{operation} has no algorithm {algorithm!r}; expected one of {_known(operation)}")
+            return algorithm
+        if self.default is not None and (operation, self.default) in SCHEDULES:
+            return self.default
+        if not self.ring and self.has_native(call):
+            return NATIVE
+        if operation in _FALLBACK:
+            return _FALLBACK[operation]
+        # Sums of 16-bit floats travel unrounded along a ring, as float32: twice the bytes of sending the terms.
+        widened = call.op is not None and accumulation_dtype(call.dtype) != call.dtype
+        large = call.numel * call.dtype.itemsize >= _RING_FROM_BYTES
+        if self.ring and large and not widened and (operation, "ring") in SCHEDULES:
+            return "ring"
+        return "direct"
+
+    def has_native(self, call: Collective) -> bool:
+        op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
+        fits = call.even and 0 < call.numel <= self.backend.max_count
+        return fits and self.backend.size > 1 and self.backend.supports(call.operation, call.dtype, op)
+
+
+def _known(operation: str | None) -> str:
+    names = sorted({name for of, name in SCHEDULES if operation in (None, of)})
+    return ", ".join([*names, NATIVE])

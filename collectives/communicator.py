@@ -1,0 +1,527 @@
+"""The public calls. Each checks its arguments once, then starts an operation.
+
+What an argument must be stands in ``arguments.py``, what travels in ``collective.py``, and how a started operation comes
+to its end in ``operation.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TypedDict, TypeVar
+
+import torch
+from typing_extensions import Self, Unpack
+
+from collectives.arguments import (
+    Flat,
+    check_numel,
+    check_overlap,
+    check_rank,
+    check_same_dtype,
+    check_sizes,
+    cuts_of,
+)
+from collectives.backend import Backend
+from collectives.collective import NATIVE, Algorithm, Collective, Selection
+from collectives.errors import CommClosedError, CommError
+from collectives.operation import Engine, Operation, Polling, Progress
+from collectives.schedules.arithmetic import check_reducible
+from collectives.schedules.executor import Chunks, Post, Posted
+from collectives.statistics import Row, Statistics, Stats
+from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
+
+T = TypeVar("T")
+_SCHEDULE_TAG = 0  # a user's tag t travels as t + 1, so that neither is taken for the other
+
+
+class Options(TypedDict, total=False):
+    """Keywords of every collective.
+
+    ``async_op``: return at once, with a ``Work`` to wait for. ``timeout``: seconds, None for the communicator's.
+    ``algorithm``: a schedule's name ("ring", "direct", ...), a generator of your own, or "native"; None chooses.
+    """
+
+    async_op: bool
+    timeout: float | None
+    algorithm: Algorithm
+
+
+class Communicator:
+    """A group of ranks that call the same operations in the same order.
+
+    Made by ``collectives.init``, ``run``, ``from_mpi`` or ``split``; closed by ``close`` or a ``with`` block. Ranks are
+    this communicator's own, 0 to ``world_size - 1``. Tensors lie on ``device`` and may have any strides; a result
+    replaces the elements of the caller's own tensor, and other arguments stay unchanged. Every operation returns a
+    ``Work``, which is done unless ``async_op`` was asked for (see ``Options``).
+
+    Wrong arguments raise ``TypeError`` or ``ValueError`` before anything is sent. A ``CommError`` while an operation
+    runs ends the communicator: pending Works raise it, and later calls raise ``CommClosedError`` from it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        info: RankInfo,
+        *,
+        name: str,
+        layers: Sequence[str] = (),
+        device: torch.device | str | None = None,
+        timeout: float = 600.0,
+        algorithm: str | None = None,
+    ) -> None:
+        self.rank = backend.rank
+        self.world_size = backend.size
+        self.local_rank = info.local_rank
+        self.local_world_size = info.local_world_size
+        self.node = info.node
+        self.backend = name
+        self.device = torch.device(device) if device is not None else backend.device
+        self.timeout = timeout
+        self._transport = backend
+        self._layers = tuple(layers)
+        self._selection = Selection(backend, ring="ring" in layers, default=algorithm)
+        self._statistics = Statistics()
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._sequence = 0
+        self._splits = 0
+        self._closed = False
+        self._children: list[Communicator] = []
+        self._to_self: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._progress: Progress
+        if backend.polls:
+            crowded = info.local_world_size > (os.cpu_count() or 1)
+            self._progress = Polling(backend._kill, waits=backend.waits, crowded=crowded)
+        else:
+            self._progress = Engine(backend._kill, f"{name} rank {self.rank}")
+
+    def __repr__(self) -> str:
+        return f"<Communicator {self.backend!r} rank {self.rank} of {self.world_size} on {self.device}>"
+
+    # Collectives
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]) -> Work:
+        """Combine every rank's ``tensor``, in place; all ranks get the same bits."""
+        flat = self._flat(tensor, "tensor", written=True)
+        check_reducible(tensor.dtype, op)
+        chunks = flat.even(self.world_size)
+        return self._collective(Collective("all_reduce", tensor.dtype, chunks, chunks, op), [flat], **options)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, **options: Unpack[Options]) -> Work:
+        """Every rank's ``input`` (n elements), in rank order, into every rank's ``output`` (world_size * n).
+
+        ``input`` may be this rank's own part of ``output``: then nothing is copied locally.
+        """
+        sizes = self._even_sizes(input, "input", output, "output")
+        return self._all_gather(output, input, sizes, True, **options)
+
+    def all_gather_v(
+        self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], **options: Unpack[Options]
+    ) -> Work:
+        """``all_gather`` with ``sizes[r]`` elements from rank r (zeros allowed); the same ``sizes`` on all ranks."""
+        self._check_sizes(sizes, part=(input, "input"), whole=(output, "output"))
+        return self._all_gather(output, input, sizes, len(set(sizes)) == 1, **options)
+
+    def _all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], even: bool, **options: Unpack[Options]
+    ) -> Work:
+        check_same_dtype(output, input)
+        cuts = cuts_of(sizes)
+        check_overlap(input, output, cuts[self.rank])
+        source, result = self._flat(input, "input"), self._flat(output, "output", written=True)
+        gathered = Chunks(result.tensor, cuts)
+        own = Chunks(source.tensor, cuts, cuts[self.rank])
+        place = (gathered.view(self.rank), source.tensor)
+        call = Collective("all_gather", input.dtype, own, gathered, own=place, even=even)
+        return self._collective(call, [result], **options)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]
+    ) -> Work:
+        """Combine every rank's ``input`` (world_size * n elements, rank-major); rank r gets part r in ``output`` (n).
+
+        ``output`` may be this rank's own part of ``input``, which otherwise stays unchanged.
+        """
+        sizes = self._even_sizes(output, "output", input, "input")
+        return self._reduce_scatter(output, input, sizes, op, True, **options)
+
+    def reduce_scatter_v(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        sizes: Sequence[int],
+        op: ReduceOp = ReduceOp.SUM,
+        **options: Unpack[Options],
+    ) -> Work:
+        """``reduce_scatter`` with ``sizes[r]`` elements for rank r (zeros allowed); the same ``sizes`` on all ranks."""
+        self._check_sizes(sizes, part=(output, "output"), whole=(input, "input"))
+        return self._reduce_scatter(output, input, sizes, op, len(set(sizes)) == 1, **options)
+
+    def _reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        sizes: Sequence[int],
+        op: ReduceOp,
+        even: bool,
+        **options: Unpack[Options],
+    ) -> Work:
+        check_same_dtype(output, input)
+        check_reducible(input.dtype, op)
+        cuts = cuts_of(sizes)
+        check_overlap(output, input, cuts[self.rank])
+        source, result = self._flat(input, "input"), self._flat(output, "output", written=True)
+        own = Chunks(result.tensor, cuts, cuts[self.rank])
+        call = Collective("reduce_scatter", input.dtype, Chunks(source.tensor, cuts), own, op, even=even)
+        return self._collective(call, [result], **options)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, **options: Unpack[Options]) -> Work:
+        """Rank ``src``'s ``tensor`` into everyone's."""
+        check_rank("src", src, self.world_size)
+        flat = self._flat(tensor, "tensor", written=self.rank != src)
+        chunks = flat.even(self.world_size)
+        return self._collective(Collective("broadcast", tensor.dtype, chunks, chunks, root=src), [flat], **options)
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]
+    ) -> Work:
+        """Combine every rank's ``tensor`` into that of rank ``dst``; the others' stay unchanged."""
+        check_rank("dst", dst, self.world_size)
+        flat = self._flat(tensor, "tensor", written=self.rank == dst)
+        check_reducible(tensor.dtype, op)
+        chunks = flat.even(self.world_size)
+        result = chunks if self.rank == dst else None
+        return self._collective(Collective("reduce", tensor.dtype, chunks, result, op, root=dst), [flat], **options)
+
+    def gather(
+        self, output: torch.Tensor | None, input: torch.Tensor, dst: int, **options: Unpack[Options]
+    ) -> Work:
+        """Every rank's ``input`` (n elements) into ``output`` (world_size * n) of rank ``dst``, None elsewhere."""
+        check_rank("dst", dst, self.world_size)
+        source = self._flat(input, "input")
+        cuts = cuts_of([input.numel()] * self.world_size)
+        own, gathered, flats = Chunks(source.tensor, cuts, cuts[self.rank]), None, []
+        if self.rank == dst:
+            if output is None:
+                raise ValueError(f"output is None, but this rank, {dst}, is dst and receives there")
+            self._even_sizes(input, "input", output, "output")
+            check_same_dtype(output, input)
+            check_overlap(input, output, cuts[self.rank])
+            flats = [self._flat(output, "output", written=True)]
+            gathered = Chunks(flats[0].tensor, cuts)
+        return self._collective(Collective("gather", input.dtype, own, gathered, root=dst), flats, **options)
+
+    def scatter(
+        self, output: torch.Tensor, input: torch.Tensor | None, src: int, **options: Unpack[Options]
+    ) -> Work:
+        """Part r of rank ``src``'s ``input`` (world_size * n elements, None elsewhere) into rank r's ``output`` (n)."""
+        check_rank("src", src, self.world_size)
+        result = self._flat(output, "output", written=True)
+        cuts = cuts_of([output.numel()] * self.world_size)
+        own, dealt = Chunks(result.tensor, cuts, cuts[self.rank]), None
+        if self.rank == src:
+            if input is None:
+                raise ValueError(f"input is None, but this rank, {src}, is src and sends from there")
+            self._even_sizes(output, "output", input, "input")
+            check_same_dtype(output, input)
+            check_overlap(output, input, cuts[self.rank])
+            dealt = Chunks(self._flat(input, "input").tensor, cuts)
+        return self._collective(Collective("scatter", output.dtype, dealt, own, root=src), [result], **options)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Work:
+        """Part d of ``input`` to rank d; part s of ``output`` from rank s.
+
+        Splits are in elements, one a rank, and default to equal parts; what r sends to s must be what s expects of r.
+        """
+        check_same_dtype(output, input)
+        sides = []
+        for tensor, splits, name in ((input, input_splits, "input"), (output, output_splits, "output")):
+            flat = self._flat(tensor, name, written=name == "output")
+            if splits is None:
+                equal, left = divmod(tensor.numel(), self.world_size)
+                if left:
+                    raise ValueError(f"{name} has {tensor.numel()} elements, not a multiple of {self.world_size} ranks")
+                splits = [equal] * self.world_size
+            check_sizes(f"{name}_splits", splits, self.world_size)
+            check_numel(name, tensor, sum(splits), f"the sum of {name}_splits")
+            sides.append((flat, Chunks(flat.tensor, cuts_of(splits))))
+        check_overlap(output, input, -1)
+        (_, sent), (result, received) = sides
+        own = (received.view(self.rank), sent.view(self.rank))
+        call = Collective("all_to_all", input.dtype, sent, received, own=own, even=False)
+        return self._collective(call, [result], **options)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
+        """Done when every rank has called it."""
+        cuts = list(range(self.world_size + 1))
+        token = torch.zeros(self.world_size, dtype=torch.uint8, device=self._transport.device)
+        tokens = Chunks(token, cuts)
+        own = Chunks(tokens.view(self.rank), cuts, self.rank)
+        return self._collective(
+            Collective("barrier", torch.uint8, own, tokens), [], async_op=async_op, timeout=timeout
+        )
+
+    # Point to point
+
+    def send(
+        self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Work:
+        """Send ``tensor`` to rank ``dst``. Done when it may be changed again, perhaps not before it is received."""
+        return self.exchange([P2P.send(tensor, dst)], tag, async_op=async_op, timeout=timeout)
+
+    def recv(
+        self, tensor: torch.Tensor, src: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Work:
+        """Receive into ``tensor`` the next message with this ``tag`` from rank ``src``, of the same numel and dtype."""
+        return self.exchange([P2P.recv(tensor, src)], tag, async_op=async_op, timeout=timeout)
+
+    def exchange(
+        self, ops: Sequence[P2P], tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Work:
+        """Sends and receives, all under way together, so that ranks may send to each other without blocking.
+
+        Messages between two ranks with one tag arrive in the order sent. They overtake pending collectives. A message
+        to the rank itself is copied, and must be sent before, or together with, its receive.
+        """
+        if not 0 <= tag < self._transport.max_tag:
+            raise ValueError(f"tag is {tag}, expected 0 to {self._transport.max_tag - 1}")
+        for op in ops:
+            check_rank("dst" if op.sends else "src", op.peer, self.world_size)
+        flats = [self._flat(op.tensor, "tensor", written=not op.sends) for op in ops]
+        pairs = list(zip(ops, flats, strict=True))
+        wire = []
+        for op, flat in sorted(pairs, key=lambda pair: not pair[0].sends):
+            if op.peer != self.rank:
+                wire += [P2P(op.sends, part, op.peer) for part in flat.tensor.split(self._transport.max_count)]
+            elif op.sends:
+                self._to_self[tag].append(flat.tensor.clone())
+            elif self._to_self[tag]:
+                with torch.inference_mode():
+                    flat.tensor.copy_(self._to_self[tag].popleft())
+            else:
+                raise ValueError(f"rank {self.rank} receives from itself with tag {tag}, but has not sent itself any")
+        wire = [op for op in wire if op.tensor.numel()]
+        name = "exchange" if len(ops) != 1 else "send" if ops[0].sends else "recv"
+        row = self._statistics.row(name)
+
+        def steps() -> Iterator[Posted]:
+            if wire:
+                yield self._poster(row, tag + 1)(wire)
+            for flat in flats:
+                flat.finish()
+
+        details = ", ".join(f"{'to' if op.sends else 'from'} {op.peer}: {op.tensor.numel()}" for op in ops)
+        return self._start(f"{name} ({details})", steps(), row, queued=False, async_op=async_op, timeout=timeout)
+
+    # Objects
+
+    def broadcast_object(self, obj: T | None, src: int) -> T:
+        """Rank ``src``'s object, pickled, on every rank."""
+        data = self._packed(obj) if self.rank == src else None
+        length = torch.tensor([0 if data is None else data.numel()], device=self.device)
+        self.broadcast(length, src)
+        if data is None:
+            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.broadcast(data, src)
+        return obj if self.rank == src else pickle.loads(data.cpu().numpy().tobytes())  # type: ignore[return-value]
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank's object, pickled, in rank order."""
+        data = self._packed(obj)
+        sizes = self._gather_ints(data.numel())
+        everything = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.all_gather_v(everything, data, sizes)
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in everything.split(sizes)]
+
+    def gather_object(self, obj: T, dst: int) -> list[T] | None:
+        """Every rank's object, pickled, in rank order, on rank ``dst``; None elsewhere."""
+        check_rank("dst", dst, self.world_size)
+        data = self._packed(obj)
+        sizes = self._gather_ints(data.numel())
+        if self.rank != dst:
+            self.send(data, dst)
+            return None
+        parts = [data if n == dst else torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)]
+        self.exchange([P2P.recv(part, peer) for peer, part in enumerate(parts) if peer != dst])
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]
+
+    def _packed(self, obj: object) -> torch.Tensor:
+        return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
+
+    def _gather_ints(self, *values: int) -> list[int]:
+        output = torch.empty(self.world_size * len(values), dtype=torch.int64, device=self.device)
+        self.all_gather(output, torch.tensor(values, device=self.device))
+        return [int(value) for value in output.tolist()]
+
+    # Memory
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised 1-D tensor of ``numel`` elements, in the memory that this backend reaches fastest.
+
+        Collective: the same ``numel`` and ``dtype`` on all ranks. The caller owns it.
+        """
+        return self._transport._allocate(numel, dtype).to(self.device)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype) -> SharedBuffer | None:
+        """One buffer a host, mapped by all its ranks; None where the backend shares no memory."""
+        return None
+
+    # Life
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A communicator among the ranks with the same ``color``, ordered by (``key``, rank); None for ``color`` None.
+
+        Collective over this communicator. It is closed with this one, or before.
+        """
+        present = color is not None
+        rows = self._gather_ints(int(present), color or 0, key, self.node)
+        self._splits += 1
+        if not present:
+            return None
+        table = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        members = [rank for rank, row in enumerate(table) if row[0] and row[1] == color]
+        members.sort(key=lambda rank: (table[rank][2], rank))
+        neighbours = [rank for rank in members if table[rank][3] == self.node]
+        child = Communicator(
+            self._transport._split(members, f"{self._splits}.{color}"),
+            RankInfo(
+                rank=members.index(self.rank),
+                world_size=len(members),
+                local_rank=neighbours.index(self.rank),
+                local_world_size=len(neighbours),
+                node=self.node,
+            ),
+            name=self.backend,
+            layers=self._layers,
+            device=self.device,
+            timeout=self.timeout,
+            algorithm=self._selection.default,
+        )
+        self._children.append(child)
+        return child
+
+    def stats(self) -> Stats:
+        """What was called, sent and waited for so far. Subtract two snapshots to measure what lies between."""
+        return self._statistics.snapshot()
+
+    def abort(self, reason: str) -> None:
+        """End the communicator now, from any thread: pending and later calls raise ``CommClosedError``."""
+        for child in self._children:
+            child.abort(reason)
+        self._progress.fail(None, CommClosedError(f"rank {self.rank} of {self.backend} aborted: {reason}"))
+
+    def close(self) -> None:
+        """Finish what is pending, then release everything. Calling it again does nothing."""
+        if self._closed or os.getpid() != self._process:
+            return
+        try:
+            for work in self._progress.pending:
+                work.wait()
+        finally:
+            self._closed = True
+            for child in self._children:
+                child.close()
+            self._progress.close()
+            self._transport._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._closed and self._progress.failure is None:
+            self.abort(f"{type(error).__name__}: {error}")  # its peers must not wait for a rank that is leaving
+        try:
+            self.close()
+        except CommError:
+            if error is None:
+                raise
+
+    # Starting operations
+
+    def _flat(self, tensor: torch.Tensor, name: str, written: bool = False) -> Flat:
+        return Flat.of(tensor, name, self.device, self._transport.device, written)
+
+    def _even_sizes(self, part: torch.Tensor, part_name: str, whole: torch.Tensor, whole_name: str) -> list[int]:
+        check_numel(part_name, part, part.numel(), "")
+        why = f"world_size {self.world_size} times the {part.numel()} of {part_name}"
+        check_numel(whole_name, whole, self.world_size * part.numel(), why)
+        return [part.numel()] * self.world_size
+
+    def _check_sizes(
+        self, sizes: Sequence[int], part: tuple[torch.Tensor, str], whole: tuple[torch.Tensor, str]
+    ) -> None:
+        check_sizes("sizes", sizes, self.world_size)
+        check_numel(part[1], part[0], sizes[self.rank], f"sizes[{self.rank}]")
+        check_numel(whole[1], whole[0], sum(sizes), "the sum of sizes")
+
+    def _poster(self, row: Row, tag: int) -> Post:
+        def post(ops: Sequence[P2P]) -> Posted:
+            row.sent_bytes += sum(op.tensor.nbytes for op in ops if op.sends)
+            return Posted(self._transport._post(ops, tag), len(ops))
+
+        return post
+
+    def _collective(
+        self,
+        call: Collective,
+        flats: Sequence[Flat],
+        async_op: bool = False,
+        timeout: float | None = None,
+        algorithm: Algorithm = None,
+    ) -> Work:
+        choice = self._selection.choose(call, algorithm)
+        row = self._statistics.row(call.operation)
+        if choice == NATIVE:
+            row.sent_bytes += call.least_bytes(self.world_size, self.rank)
+        steps: Iterator[Posted] = iter(())
+        if call.numel:
+            steps = call.steps(self._transport, choice, self._poster(row, _SCHEDULE_TAG), flats)
+        return self._start(str(call), steps, row, queued=True, async_op=async_op, timeout=timeout)
+
+    def _start(
+        self, name: str, steps: Iterator[Posted], row: Row, *, queued: bool, async_op: bool, timeout: float | None
+    ) -> Operation:
+        with self._lock:
+            self._check_usable()
+            self._sequence += 1
+            row.calls += 1
+            sequence = self._sequence
+            operation = Operation(
+                self._progress,
+                steps,
+                self.timeout if timeout is None else timeout,
+                label=lambda: f"rank {self.rank} of {self.world_size} ({self.backend}), call {sequence}: {name}",
+                row=row,
+                queued=queued,
+            )
+            self._progress.submit(operation, sync=not async_op)
+        if not async_op:
+            operation.wait()
+        return operation
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise CommClosedError(
+                f"this is a fork (process {os.getpid()}) of rank {self.rank} (process {self._process}); "
+                "make a communicator of its own, or use the 'spawn' start method"
+            )
+        if self._progress.failure is not None:
+            raise CommClosedError(
+                f"rank {self.rank}: the communicator ended earlier: {self._progress.failure}"
+            ) from self._progress.failure
+        if self._closed:
+            raise CommClosedError(f"rank {self.rank}: the communicator is closed")
