@@ -96,6 +96,11 @@ def store_port(store: Store) -> int:
     return port
 
 
+def sub_store(store: dist.Store, prefix: str) -> dist.Store:
+    """The part of ``store`` whose keys start with ``prefix``."""
+    return dist.PrefixStore(prefix, store)
+
+
 def local_store() -> Store:
     """A store for ranks that are threads of this process. Share the one object among them."""
     store: Store = _c10d.HashStore()
