@@ -88,7 +88,9 @@ def check_overlap(part: torch.Tensor, whole: torch.Tensor, offset: int) -> None:
         return
     if part.is_contiguous() and whole.is_contiguous():
         start = whole.data_ptr() + offset * whole.element_size()
-        outside = part.data_ptr() + part.nbytes <= whole.data_ptr() or whole.data_ptr() + whole.nbytes <= part.data_ptr()
+        outside = (
+            part.data_ptr() + part.nbytes <= whole.data_ptr() or whole.data_ptr() + whole.nbytes <= part.data_ptr()
+        )
         if part.data_ptr() == start or outside:
             return
     elif not _extents_meet(part, whole):

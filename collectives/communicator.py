@@ -90,6 +90,7 @@ class Communicator:
         self._process = os.getpid()
         self._sequence = 0
         self._splits = 0
+        self._path = ""  # which splits led here: siblings split further must not be mistaken for each other
         self._closed = False
         self._children: list[Communicator] = []
         self._to_self: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
@@ -187,9 +188,7 @@ class Communicator:
         chunks = flat.even(self.world_size)
         return self._collective(Collective("broadcast", tensor.dtype, chunks, chunks, root=src), [flat], **options)
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]
-    ) -> Work:
+    def reduce(self, tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]) -> Work:
         """Combine every rank's ``tensor`` into that of rank ``dst``; the others' stay unchanged."""
         check_rank("dst", dst, self.world_size)
         flat = self._flat(tensor, "tensor", written=self.rank == dst)
@@ -198,9 +197,7 @@ class Communicator:
         result = chunks if self.rank == dst else None
         return self._collective(Collective("reduce", tensor.dtype, chunks, result, op, root=dst), [flat], **options)
 
-    def gather(
-        self, output: torch.Tensor | None, input: torch.Tensor, dst: int, **options: Unpack[Options]
-    ) -> Work:
+    def gather(self, output: torch.Tensor | None, input: torch.Tensor, dst: int, **options: Unpack[Options]) -> Work:
         """Every rank's ``input`` (n elements) into ``output`` (world_size * n) of rank ``dst``, None elsewhere."""
         check_rank("dst", dst, self.world_size)
         source = self._flat(input, "input")
@@ -216,9 +213,7 @@ class Communicator:
             gathered = Chunks(flats[0].tensor, cuts)
         return self._collective(Collective("gather", input.dtype, own, gathered, root=dst), flats, **options)
 
-    def scatter(
-        self, output: torch.Tensor, input: torch.Tensor | None, src: int, **options: Unpack[Options]
-    ) -> Work:
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int, **options: Unpack[Options]) -> Work:
         """Part r of rank ``src``'s ``input`` (world_size * n elements, None elsewhere) into rank r's ``output`` (n)."""
         check_rank("src", src, self.world_size)
         result = self._flat(output, "output", written=True)
@@ -269,9 +264,7 @@ class Communicator:
         token = torch.zeros(self.world_size, dtype=torch.uint8, device=self._transport.device)
         tokens = Chunks(token, cuts)
         own = Chunks(tokens.view(self.rank), cuts, self.rank)
-        return self._collective(
-            Collective("barrier", torch.uint8, own, tokens), [], async_op=async_op, timeout=timeout
-        )
+        return self._collective(Collective("barrier", torch.uint8, own, tokens), [], async_op=async_op, timeout=timeout)
 
     # Point to point
 
@@ -304,7 +297,7 @@ class Communicator:
         wire = []
         for op, flat in sorted(pairs, key=lambda pair: not pair[0].sends):
             if op.peer != self.rank:
-                wire += [P2P(op.sends, part, op.peer) for part in flat.tensor.split(self._transport.max_count)]
+                wire += [P2P(op.sends, part, op.peer) for part in torch.split(flat.tensor, self._transport.max_count)]
             elif op.sends:
                 self._to_self[tag].append(flat.tensor.clone())
             elif self._to_self[tag]:
@@ -343,7 +336,7 @@ class Communicator:
         sizes = self._gather_ints(data.numel())
         everything = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self.all_gather_v(everything, data, sizes)
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in everything.split(sizes)]
+        return [pickle.loads(part.cpu().numpy().tobytes()) for part in torch.split(everything, sizes)]
 
     def gather_object(self, obj: T, dst: int) -> list[T] | None:
         """Every rank's object, pickled, in rank order, on rank ``dst``; None elsewhere."""
@@ -394,8 +387,9 @@ class Communicator:
         members = [rank for rank, row in enumerate(table) if row[0] and row[1] == color]
         members.sort(key=lambda rank: (table[rank][2], rank))
         neighbours = [rank for rank in members if table[rank][3] == self.node]
+        path = f"{self._path}{self._splits}.{color}/"
         child = Communicator(
-            self._transport._split(members, f"{self._splits}.{color}"),
+            self._transport._split(members, path),
             RankInfo(
                 rank=members.index(self.rank),
                 world_size=len(members),
@@ -409,6 +403,7 @@ class Communicator:
             timeout=self.timeout,
             algorithm=self._selection.default,
         )
+        child._path = path
         self._children.append(child)
         return child
 

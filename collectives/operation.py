@@ -25,8 +25,6 @@ from collectives.types import Work
 class Operation(Work):
     """One call, from its start to its end. ``label`` says rank, name, sequence number and signature for errors."""
 
-    __slots__ = ("_flying", "_lock", "_steps", "done", "error", "label", "progress", "queued", "row", "threaded", "timeout")
-
     def __init__(
         self,
         progress: Progress,
@@ -142,8 +140,9 @@ class Progress(ABC):
         for other in [*self.pending, *([operation] if operation is not None else [])]:
             other.end(self.failure)
 
+    @abstractmethod
     def close(self) -> None:
-        """Nothing is pending any more."""
+        """Nothing is pending any more, and nothing will be."""
 
 
 class Polling(Progress):
@@ -198,6 +197,9 @@ class Polling(Progress):
                 time.sleep(0 if turn < 50 else 2e-4)
             elif turn & 255 == 0:
                 os.sched_yield()
+
+    def close(self) -> None:
+        """Polling leaves nothing behind."""
 
 
 class Engine(Progress):

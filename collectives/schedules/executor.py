@@ -6,6 +6,7 @@ that: by polling, or by blocking with a deadline. So it serves both kinds of tra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ class Posted(NamedTuple):
     """``count`` operations in flight, as one ``backend.Pending``."""
 
     pending: Any
-    count: int
+    count: int  # type: ignore[assignment]  # hides the tuple method
 
 
 Post = Callable[[Sequence[P2P]], Posted]
@@ -62,7 +63,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         tables = [chunks.cuts for chunks in (self.input, self.output) if chunks is not None]
-        self.longest = max((b - a for cuts in tables for a, b in zip(cuts, cuts[1:], strict=False)), default=0)
+        self.longest = max((b - a for cuts in tables for a, b in itertools.pairwise(cuts)), default=0)
 
     def length(self, buf: Buf, chunk: int) -> int | None:
         """Elements in a chunk; None for scratch that nothing was put into."""
@@ -123,7 +124,7 @@ class Step(NamedTuple):
     def unpack(self) -> None:
         for message in self.messages:
             if not message.sends and len(message.pieces) > 1:
-                parts = message.wire.split([piece.numel() for piece in message.pieces])
+                parts = torch.split(message.wire, [piece.numel() for piece in message.pieces])
                 for piece, part in zip(message.pieces, parts, strict=True):
                     piece.copy_(part)
 

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
     buf: Buf
     first: int
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # the tuple method of that name is not wanted here
 
 
 class Sum(NamedTuple):
