@@ -50,7 +50,7 @@ LAUNCHER_PREFIXES = (
 )
 LAUNCHER_NAMES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE",
-    "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLLECTIVES_BACKEND",
+    "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
 
 
@@ -126,14 +126,6 @@ def mpirun(world_size: int) -> tuple[list[str], dict[str, str]]:
     return [found, "-n", str(world_size), "--oversubscribe", "--bind-to", "none"], environment
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Pool:
     """Worker processes that form one job, and a connection to each."""
 
@@ -163,10 +155,18 @@ class Pool:
                 command, environment = mpirun(self.world_size)
                 self.processes = [start([*command, *program], env={**environment, **variables})]
                 return
-            size = str(self.world_size)
-            for rank in map(str, range(self.world_size)):
-                identity = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-                self.processes.append(start(program, env={**clean_environment(), **variables, **identity}))
+            # As python -m launch does: rank 0 inherits the listening socket of the job's store, so no port is guessed.
+            with socket.create_server(("127.0.0.1", 0), backlog=128) as store:
+                place = {
+                    "COLLECTIVES_LAUNCH": "tests", "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store.getsockname()[1]), "COLLECTIVES_STORE_FD": str(store.fileno()),
+                }  # fmt: skip
+                size = str(self.world_size)
+                for rank in map(str, range(self.world_size)):
+                    identity = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+                    environment = {**clean_environment(), **variables, **place, **identity}
+                    fds = (store.fileno(),) if rank == "0" else ()
+                    self.processes.append(start(program, env=environment, pass_fds=fds))
 
     def _accept(self, listener: Listener) -> None:
         """Wait for every worker to say who it is."""

@@ -18,7 +18,7 @@ LAYERS = [
     {"backend"},
     {"arguments", "collective", "operation", "statistics", "communicator"},
     {"backends"},
-    {"hosts", "launchers", "rendezvous"},
+    {"hosts", "launchers", "local", "meeting", "rendezvous", "slurm"},
     {""},  # collectives/__init__.py
     {"info", "bench", "conformance"},
 ]

@@ -57,7 +57,7 @@ def answer(connection: Connection, message: bytes, communicators: dict[str, coll
         if call.backend not in communicators:
             communicators[call.backend] = collectives.init(call.backend, timeout=TIMEOUT, setup_timeout=TIMEOUT)
         result = call.fn(communicators[call.backend], *call.args, **call.kwargs)
-    except BaseException as caught:  # noqa: BLE001 - it is raised again in the test
+    except BaseException as caught:  # it is raised again in the test
         trace = traceback.format_exc()
         error = portable(caught)
     connection.send_bytes(pickle.dumps((result, error, trace)))
@@ -67,7 +67,7 @@ def portable(error: BaseException) -> BaseException:
     """The error itself, or a plain one of the same text where it does not pickle."""
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever keeps it from pickling
+    except Exception:  # whatever keeps it from pickling
         return RuntimeError(f"{type(error).__name__}: {error}")
     return copy
 
