@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives.schedules.round import OUT, Round, Span
+from collectives.schedules.round import ACC, IN, OUT, RX, Round, Span, Sum
 
 
 def tree_broadcast(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Whoever has the tensor sends it to one that has not, ``reach`` places on from the root.
+    """Whoever has the tensor sends it to one that has not, 1, 2, 4, ... places on from the root.
 
     Cost: ceil(log2 p) (alpha + n beta).
     """
@@ -26,3 +26,23 @@ def tree_broadcast(rank: int, size: int, root: int) -> Iterator[Round]:
         else:
             yield Round()
         reach *= 2
+
+
+def tree_reduce(rank: int, size: int, root: int) -> Iterator[Round]:
+    """The broadcast backwards: whoever was sent the tensor there sends its sum here, when its own branches are in.
+
+    Cost: ceil(log2 p) (alpha + n beta + n gamma).
+    """
+    place, total, reach = (rank - root) % size, Span(IN, 0, size), (1 << (size - 1).bit_length()) // 2
+    while reach:
+        if place < reach and place + reach < size:
+            leaf = place + 3 * reach >= size  # a leaf sends its input, others a sum
+            arriving = Span(RX, 0, size) if leaf else Span(ACC, size, size)
+            into = Span(ACC if place or reach > 1 else OUT, 0, size)
+            yield Round(recvs=(((rank + reach) % size, arriving),), then=(Sum(into, (total, arriving)),))
+            total = into
+        elif reach <= place < 2 * reach:
+            yield Round(sends=(((rank - reach) % size, total),))
+        else:
+            yield Round()
+        reach //= 2

@@ -1,0 +1,112 @@
+"""Prove that a schedule is right: each contribution exactly once, in the places, rounds and volume it promises."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from collectives.schedules.replay import Mail, Message, Rank, ScheduleError, exchange, next_rounds, replay, rounds_of
+from collectives.schedules.round import Schedule
+from collectives.schedules.task import ROOTED, UNROOTED, Task, Value
+
+__all__ = ["Report", "ScheduleError", "check"]
+
+
+class Report(NamedTuple):
+    """What a schedule costs: its rounds, and the most chunks that any rank sends."""
+
+    rounds: int
+    volume: int
+
+
+def check(
+    schedule: Schedule,
+    operation: str,
+    size: int,
+    root: int | None = None,
+    *,
+    in_rank_order: bool = False,
+    expect: Report | None = None,
+    rotations: int | None = None,
+) -> Report:
+    """Prove ``schedule`` for ``size`` ranks.
+
+    Proved are: each contribution is in the result exactly once and nothing else is; the result is everywhere it should
+    be; IN is never written, and nothing is read before it is there; messages meet in length and dtype; no deadlock,
+    even where a send blocks until it is received; 16-bit floats are rounded once.
+
+    Args:
+        schedule: a generator of ``Round`` for (rank, size), or (rank, size, root) for a rooted operation.
+        operation: what it should do, such as "all_reduce".
+        size: the world size.
+        root: of a broadcast, gather, reduce or scatter (there it is source or destination).
+        in_rank_order: whether contributions must be added in the order of ranks, one at a time.
+        expect: the rounds and the volume that it should have.
+        rotations: where every rank does what rank 0 does, rotated, it is enough to follow rank 0: then this many other
+            ranks are compared with it. None follows all ranks. Not for rooted operations.
+
+    Returns:
+        The rounds and the volume it has.
+
+    Raises:
+        ScheduleError: names the first wrong round, rank and chunk.
+        ValueError: ``operation``, ``size`` or ``root`` is out of range.
+    """
+    if operation not in (*UNROOTED, *ROOTED):
+        raise ValueError(f"expected one of {', '.join((*UNROOTED, *ROOTED))}, got {operation!r}")
+    if size < 1:
+        raise ValueError(f"expected a world size of at least 1, got {size}")
+    if (operation in ROOTED) != (root is not None) or not 0 <= (root or 0) < size:
+        expected = f"a root of 0 to {size - 1}" if operation in ROOTED else "no root"
+        raise ValueError(f"{operation} takes {expected}, got {root}")
+    if rotations is not None and root is not None:
+        raise ValueError(f"{operation} has a root, so its ranks are not alike; leave out rotations")
+    task = Task(operation, size, root, in_rank_order)
+    if rotations is None:
+        followed = replay(schedule, task)
+    else:
+        others = random.Random(size).sample(range(1, size), min(rotations, size - 1))
+        followed = _replay_rotated(schedule, task, sorted(others))
+    *_, ranks = followed
+    report = Report(ranks[0].round, max(rank.volume for rank in ranks))
+    if expect is not None and report != expect:
+        raise ScheduleError(f"expected {expect} for {size} ranks, found {report}")
+    return report
+
+
+def _replay_rotated(schedule: Schedule, task: Task, others: list[int]) -> Iterator[list[Rank]]:
+    """Follow rank 0, and ``others`` as far as needed to see that they do the same, ``rank`` places on.
+
+    If all do, what a rank receives from ``peer`` is what rank 0 sends to (rank - peer), rotated by ``peer``.
+    """
+    ranks = [Rank(task, rank) for rank in (0, *others)]
+    running = [rounds_of(schedule, task, rank.rank) for rank in ranks]
+    yield ranks
+    while (rounds := next_rounds(running, ranks)) is not None:
+        mail: Mail = {}
+        first: dict[int, list[Message]] = {}
+        for rank, round in zip(ranks, rounds, strict=True):
+            sent: dict[int, list[Message]] = {}
+            for peer, message in rank.post(round):
+                sent.setdefault((peer - rank.rank) % task.size, []).append(message)
+            first = first or sent
+            if sent != {offset: _rotated(messages, rank.rank, task.size) for offset, messages in first.items()}:
+                raise rank.error(None, "does not send what rank 0 sends, rotated; check all ranks instead")
+            for offset, messages in first.items():
+                source = (rank.rank - offset) % task.size
+                mail[source, rank.rank] = _rotated(messages, source, task.size)
+        exchange(rounds, ranks, mail)
+        yield ranks
+    for rank in ranks:
+        rank.close()
+
+
+def _rotated(messages: list[Message], by: int, size: int) -> list[Message]:
+    everyone = (1 << size) - 1
+
+    def rotate(value: Value) -> Value:
+        ranks = value.ranks << by
+        return value._replace(chunk=(value.chunk + by) % size, ranks=ranks & everyone | ranks >> size)
+
+    return [Message(wide, [rotate(value) for value in values]) for wide, values in messages] if by else list(messages)
