@@ -90,9 +90,9 @@ def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 def allowed_cores() -> int:
     """Processors that this process may use: its affinity, within the control group's quota."""
-    return int(min(len(os.sched_getaffinity(0)), math.ceil(cgroup_cores())))
+    return math.ceil(min(len(os.sched_getaffinity(0)), cgroup_cores()))
 
 
 def host_cores() -> int:
     """Processors of the host that a job may use, whatever this one process is bound to."""
-    return int(min(os.cpu_count() or 1, math.ceil(cgroup_cores())))
+    return math.ceil(min(os.cpu_count() or 1, cgroup_cores()))

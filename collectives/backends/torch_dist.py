@@ -96,9 +96,9 @@ def store_port(store: Store) -> int:
     return port
 
 
-def sub_store(store: dist.Store, prefix: str) -> dist.Store:
+def sub_store(store: Store, prefix: str) -> Store:
     """The part of ``store`` whose keys start with ``prefix``."""
-    return dist.PrefixStore(prefix, store)
+    return PrefixStore(prefix, store)
 
 
 def local_store() -> Store:
