@@ -4,6 +4,7 @@ from collectives import errors
 from collectives.communicator import Communicator
 from collectives.errors import CommError
 from collectives.local import run
+from collectives.rendezvous import init
 from collectives.types import P2P, ReduceOp, Work
 
-__all__ = ["P2P", "CommError", "Communicator", "ReduceOp", "Work", "errors", "run"]
+__all__ = ["P2P", "CommError", "Communicator", "ReduceOp", "Work", "errors", "init", "run"]
