@@ -45,18 +45,19 @@ class Rank:
         self.output = self.input if task.operation == "all_reduce" else task.outputs(rank)
         self.partial: dict[int, Value] = {}
         self.received: dict[int, Value] = {}
+        self.sent: list[tuple[int, Message]] = []
         self.volume = 0
         if task.size == 1:
             self.output.update(self.wanted)
 
     def post(self, round: Round) -> list[tuple[int, Message]]:
-        """The messages that this round sends."""
-        messages = []
+        """The messages that this round sends, with their peers."""
+        self.sent = []
         for peer, span in round.sends:
             self.check_peer(peer, "sends to")
             self.volume += span.count
-            messages.append((peer, Message(span.buf is ACC, [self._read(place) for place in self._places(span)])))
-        return messages
+            self.sent.append((peer, Message(span.buf is ACC, [self._read(place) for place in self._places(span)])))
+        return self.sent
 
     def finish(self, round: Round, messages: Sequence[Message]) -> None:
         """Receive ``messages``, one for each of the round's receives, and do its sums."""

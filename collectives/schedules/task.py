@@ -95,7 +95,7 @@ def name_ranks(bits: int) -> str:
     return ("rank " if len(found) == 1 else "ranks ") + spell(found)
 
 
-def spell(numbers: Sequence[int]) -> str:
+def spell(numbers: Sequence[int], to: str = "-", also: str = ", ") -> str:
     """Ascending numbers in words: 0-3, 5."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -103,4 +103,4 @@ def spell(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return also.join(str(run[0]) if len(run) == 1 else f"{run[0]}{to}{run[-1]}" for run in runs)
