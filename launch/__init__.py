@@ -1,0 +1,1 @@
+"""The launcher (``python -m launch``), and the programs that it starts: training, the demo, lessons."""
