@@ -91,14 +91,18 @@ def grid(
     backends: Iterable[str] = BACKENDS,
     world_sizes: Iterable[int] = (1, 2, 3, 4),
     threads: Iterable[int] = (5, 8),
-    full: Callable[[str, int], bool] = lambda backend, world_size: False,
+    full: Callable[[str, int], bool] | None = None,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by ``backend`` and ``world_size``; ``threads`` are further sizes for that backend, and
-    combinations that ``full`` picks run with ``--full`` only."""
+    """Parametrize a test by ``backend`` and ``world_size``; ``threads`` are further sizes for that backend.
+
+    Combinations that ``full`` picks run with ``--full`` only; by default those that repeat what the others show.
+    """
+    repeats = full or (lambda backend, world_size: world_size == 8 or ("+" in backend and world_size in (1, 4)))
     sizes = list(world_sizes)
     pairs = [(b, w) for b in backends for w in [*sizes, *(threads if b == "threads" else ())]]
     return pytest.mark.parametrize(
-        ("backend", "world_size"), [pytest.param(b, w, marks=pytest.mark.full if full(b, w) else ()) for b, w in pairs]
+        ("backend", "world_size"),
+        [pytest.param(b, w, marks=pytest.mark.full if repeats(b, w) else ()) for b, w in pairs],
     )
 
 
