@@ -1,7 +1,7 @@
 """The public calls. Each checks its arguments once, then starts an operation.
 
-What an argument must be stands in ``arguments.py``, what travels in ``collective.py``, and how a started operation comes
-to its end in ``operation.py``.
+What an argument must be stands in ``arguments.py``, what travels in ``collective.py``, and how a started operation
+comes to its end in ``operation.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collectives.arguments import (
 )
 from collectives.backend import Backend
 from collectives.collective import NATIVE, Algorithm, Collective, Selection
+from collectives.control import Control
 from collectives.errors import CommClosedError, CommError
 from collectives.operation import Engine, Operation, Polling, Progress
 from collectives.schedules.arithmetic import check_reducible
@@ -73,6 +74,9 @@ class Communicator:
         device: torch.device | str | None = None,
         timeout: float = 600.0,
         algorithm: str | None = None,
+        control: Control | None = None,
+        group: str = "",
+        members: Sequence[int] | None = None,
     ) -> None:
         self.rank = backend.rank
         self.world_size = backend.size
@@ -88,18 +92,19 @@ class Communicator:
         self._statistics = Statistics()
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._sequence = 0
         self._splits = 0
-        self._path = ""  # which splits led here: siblings split further must not be mistaken for each other
         self._closed = False
         self._children: list[Communicator] = []
         self._to_self: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._control = control
+        self._where = f"rank {self.rank} of {self.world_size} ({name})"
+        watched = (group, tuple(range(self.world_size)) if members is None else members, backend._kill, control)
         self._progress: Progress
         if backend.polls:
             crowded = info.local_world_size > (os.cpu_count() or 1)
-            self._progress = Polling(backend._kill, waits=backend.waits, crowded=crowded)
+            self._progress = Polling(*watched, waits=backend.waits, crowded=crowded)
         else:
-            self._progress = Engine(backend._kill, f"{name} rank {self.rank}")
+            self._progress = Engine(*watched)
 
     def __repr__(self) -> str:
         return f"<Communicator {self.backend!r} rank {self.rank} of {self.world_size} on {self.device}>"
@@ -316,7 +321,8 @@ class Communicator:
                 flat.finish()
 
         details = ", ".join(f"{'to' if op.sends else 'from'} {op.peer}: {op.tensor.numel()}" for op in ops)
-        return self._start(f"{name} ({details})", steps(), row, queued=False, async_op=async_op, timeout=timeout)
+        peers = [op.peer for op in wire]
+        return self._start(f"{name} ({details})", steps(), row, async_op, timeout, peers=peers)
 
     # Objects
 
@@ -387,9 +393,10 @@ class Communicator:
         members = [rank for rank, row in enumerate(table) if row[0] and row[1] == color]
         members.sort(key=lambda rank: (table[rank][2], rank))
         neighbours = [rank for rank in members if table[rank][3] == self.node]
-        path = f"{self._path}{self._splits}.{color}/"
+        # Which splits led here: siblings split further must not be mistaken for each other.
+        group = f"{self._progress.name}/{self._splits}.{color}"
         child = Communicator(
-            self._transport._split(members, path),
+            self._transport._split(members, group),
             RankInfo(
                 rank=members.index(self.rank),
                 world_size=len(members),
@@ -402,8 +409,10 @@ class Communicator:
             device=self.device,
             timeout=self.timeout,
             algorithm=self._selection.default,
+            control=self._control,
+            group=group,
+            members=[self._progress.members[rank] for rank in members],
         )
-        child._path = path
         self._children.append(child)
         return child
 
@@ -415,7 +424,7 @@ class Communicator:
         """End the communicator now, from any thread: pending and later calls raise ``CommClosedError``."""
         for child in self._children:
             child.abort(reason)
-        self._progress.fail(None, CommClosedError(f"rank {self.rank} of {self.backend} aborted: {reason}"))
+        self._progress.abort(f"{self._where} aborted: {reason}")
 
     def close(self) -> None:
         """Finish what is pending, then release everything. Calling it again does nothing."""
@@ -428,6 +437,8 @@ class Communicator:
             self._closed = True
             for child in self._children:
                 child.close()
+            if self._control is not None and not self._progress.name:
+                self._control.close()
             self._progress.close()
             self._transport._close()
 
@@ -485,23 +496,33 @@ class Communicator:
         steps: Iterator[Posted] = iter(())
         if call.numel:
             steps = call.steps(self._transport, choice, self._poster(row, _SCHEDULE_TAG), flats)
-        return self._start(str(call), steps, row, queued=True, async_op=async_op, timeout=timeout)
+        what = f"{call} by {choice if isinstance(choice, str) else choice.__name__}"
+        return self._start(what, steps, row, async_op, timeout)
 
     def _start(
-        self, name: str, steps: Iterator[Posted], row: Row, *, queued: bool, async_op: bool, timeout: float | None
+        self,
+        what: str,
+        steps: Iterator[Posted],
+        row: Row,
+        async_op: bool,
+        timeout: float | None,
+        peers: Sequence[int] | None = None,
     ) -> Operation:
+        """Begin an operation: a collective, or with ``peers`` a point-to-point one."""
         with self._lock:
             self._check_usable()
-            self._sequence += 1
             row.calls += 1
-            sequence = self._sequence
+            if peers is None:
+                self._progress.calls += 1
             operation = Operation(
                 self._progress,
                 steps,
                 self.timeout if timeout is None else timeout,
-                label=lambda: f"rank {self.rank} of {self.world_size} ({self.backend}), call {sequence}: {name}",
+                where=self._where,
+                what=what,
+                call=self._progress.calls if peers is None else 0,
                 row=row,
-                queued=queued,
+                peers=peers or (),
             )
             self._progress.submit(operation, sync=not async_op)
         if not async_op:

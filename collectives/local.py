@@ -12,7 +12,7 @@ from collectives import backends
 from collectives.backend import Backend, Bootstrap
 from collectives.backends.threads import ThreadsBackend, World
 from collectives.communicator import Communicator
-from collectives.errors import CommClosedError, UnsupportedError
+from collectives.errors import CommError, UnsupportedError
 from collectives.types import RankInfo
 
 
@@ -37,7 +37,7 @@ def run(
         What each rank returned, in rank order.
 
     Raises:
-        What the first rank to fail raised; the other ranks' calls end with ``CommClosedError``.
+        What the first rank to fail raised; the other ranks' calls end with ``CommError``.
     """
     stack = backends.parse(backend)
     transport = _transports(stack.base, n, timeout)
@@ -62,7 +62,7 @@ def run(
         thread.join()
     if failures:
         # The cause is an error that a rank raised of itself, not one that its peers' leaving gave it.
-        rank, error = next((f for f in failures if not isinstance(f[1], CommClosedError)), failures[0])
+        rank, error = next((f for f in failures if not isinstance(f[1], CommError)), failures[0])
         if hasattr(error, "add_note"):
             error.add_note(f"raised on rank {rank}; {len(failures)} of {n} ranks failed")
         raise error

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from collectives import hosts
+from collectives.control import Control
 from collectives.errors import RendezvousError, UnsupportedError
 from collectives.types import RankInfo
 
@@ -19,17 +20,17 @@ LOOPBACK = "127.0.0.1"
 _JOB_STORES: dict[tuple[int, str, int], Any] = {}  # a port is a resource of the process, like a descriptor
 
 
-def load_mpi() -> Any:
+def load_mpi(environ: Mapping[str, str]) -> Any:
     """The module of the MPI backend, with MPI started. Raises ``UnsupportedError`` where there is none."""
     module = import_module("collectives.backends.mpi")
-    module.ensure_mpi()
+    module.ensure_mpi(environ)
     return module
 
 
-def mpi_world() -> tuple[int, int, int, int] | None:
+def mpi_world(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     """Rank, size, local rank and local size in MPI's world; None where no MPI loads."""
     try:
-        world: tuple[int, int, int, int] = load_mpi().mpi_world()
+        world: tuple[int, int, int, int] = load_mpi(environ).mpi_world()
     except UnsupportedError:
         return None
     return world
@@ -44,7 +45,7 @@ def meet(info: RankInfo, environ: Mapping[str, str], timeout: float, *, fixed: b
     if info.world_size == 1:
         store = torch_dist.open_store(LOOPBACK, 0, is_server=True, world_size=1, timeout=timeout)
         return store, LOOPBACK
-    if info.mpi and not fixed and _mpi_world_matches(info):
+    if info.mpi and not fixed and _mpi_world_matches(info, environ):
         return _meet_over_mpi(info, environ, timeout)
     host, port = info.master_addr, info.master_port
     if not host or not port:
@@ -94,8 +95,8 @@ def _inherited_listener(info: RankInfo) -> int | None:
     return fd
 
 
-def _mpi_world_matches(info: RankInfo) -> bool:
-    world = mpi_world()
+def _mpi_world_matches(info: RankInfo, environ: Mapping[str, str]) -> bool:
+    world = mpi_world(environ)
     return world is not None and world[:2] == (info.rank, info.world_size)
 
 
@@ -107,12 +108,14 @@ def _meet_over_mpi(info: RankInfo, environ: Mapping[str, str], timeout: float) -
     failure: Exception | None = None
     if info.rank == 0:
         try:
-            host = LOOPBACK if info.local_world_size == info.world_size else _own_address(environ)
+            host = LOOPBACK if info.local_world_size == info.world_size else own_address(environ)
             store = torch_dist.open_store(host, 0, is_server=True, world_size=info.world_size, timeout=timeout)
             told = f"{host} {torch_dist.store_port(store)}".encode()
         except RendezvousError as error:
             told, failure = f"! {error}".encode(), error
-    host, _, port = load_mpi().broadcast_bytes(told).decode().partition(" ")
+    module = load_mpi(environ)
+    module.guard_exit()  # MPI is running now, so a rank that dies would wait in MPI_Finalize for the others
+    host, _, port = module.broadcast_bytes(told).decode().partition(" ")
     if host == "!":
         raise RendezvousError(f"rank 0 could not serve the key-value store: {port}") from failure
     if store is None:
@@ -120,7 +123,27 @@ def _meet_over_mpi(info: RankInfo, environ: Mapping[str, str], timeout: float) -
     return store, host
 
 
-def _own_address(environ: Mapping[str, str]) -> str:
+def connect_control(
+    info: RankInfo, environ: Mapping[str, str], base: str, address: str, store: Callable[[], Any], timeout: float
+) -> Control | None:
+    """The control plane of the job; None where there is nobody else. ``address`` is what peers reach this host at."""
+    if info.world_size == 1:
+        return None
+    if base == "mpi":
+        share = load_mpi(environ).broadcast_bytes
+        if info.local_world_size < info.world_size:
+            address = own_address(environ)
+    else:
+
+        def share(told: bytes | None) -> bytes:
+            if told is not None:
+                store().set("control", told)
+            return bytes(store().get("control"))
+
+    return Control(info.rank, info.world_size, share, address, timeout)
+
+
+def own_address(environ: Mapping[str, str]) -> str:
     name = environ.get("GLOO_SOCKET_IFNAME")
     return hosts.interface_address(name.split(",")[0]) if name else hosts.own_address()
 
@@ -128,7 +151,7 @@ def _own_address(environ: Mapping[str, str]) -> str:
 def address_between_hosts(info: RankInfo, environ: Mapping[str, str], met_at: Callable[[], str]) -> str:
     """This host's address for its peers on other hosts: that of the interface that routes to rank 0."""
     if environ.get("GLOO_SOCKET_IFNAME"):
-        return _own_address(environ)
+        return own_address(environ)
     served_at = met_at()
     target = hosts.resolve_host(served_at)
     if info.rank == 0 and hosts.is_loopback(target):

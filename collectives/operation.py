@@ -12,18 +12,24 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from collectives.errors import CommClosedError, CommError, CommTimeoutError, PeerLostError
+from collectives.control import Control, Waiting
+from collectives.errors import CollectiveMismatchError, CommClosedError, CommError, CommTimeoutError, PeerLostError
 from collectives.schedules.executor import Posted
 from collectives.statistics import Row
 from collectives.types import Work
 
 
 class Operation(Work):
-    """One call, from its start to its end. ``label`` says rank, name, sequence number and signature for errors."""
+    """One call, from its start to its end.
+
+    ``what`` is the call with its signature, ``call`` its number among the communicator's collectives (0 for
+    point-to-point, which stands in no order) and ``peers`` whom a point-to-point call talks to; ``where`` says for
+    error messages which rank of what this is.
+    """
 
     def __init__(
         self,
@@ -31,15 +37,20 @@ class Operation(Work):
         steps: Iterator[Posted],
         timeout: float,
         *,
-        label: Callable[[], str],
+        where: str,
+        what: str,
+        call: int,
         row: Row,
-        queued: bool,
+        peers: Sequence[int] = (),
     ) -> None:
         self.progress = progress
         self.timeout = timeout
-        self.label = label
+        self.where = where
+        self.what = what
+        self.call = call
         self.row = row
-        self.queued = queued  # in issue order; point-to-point is not
+        self.peers = peers
+        self.since = time.monotonic()
         self.threaded = False  # some thread is at it
         self.done = False
         self.error: CommError | None = None
@@ -109,11 +120,22 @@ class Operation(Work):
 
 
 class Progress(ABC):
-    """The operations of one communicator that are not done yet, and the failure that ended it, if any."""
+    """The operations of one communicator that are not done yet, and the failure that ended it, if any.
 
-    def __init__(self, kill: Callable[[], None]) -> None:
+    This is also what the control plane sees of a communicator (``control.Group``).
+    """
+
+    def __init__(self, name: str, members: Sequence[int], kill: Callable[[], None], control: Control | None) -> None:
+        self.name = name
+        self.members = members
+        self.calls = 0
         self.failure: CommError | None = None
         self._kill = kill
+        self._control = control
+        self._ending = threading.Lock()
+        self._ended = threading.Event()
+        if control is not None:
+            control.watch(self)
 
     @abstractmethod
     def submit(self, operation: Operation, sync: bool) -> None:
@@ -132,24 +154,67 @@ class Progress(ABC):
     def pending(self) -> list[Operation]:
         """Operations that are not done, oldest first."""
 
+    def waiting(self) -> Waiting | None:
+        """The oldest collective that is not done, for the control plane."""
+        oldest = next((operation for operation in self.pending if operation.call), None)
+        return None if oldest is None else Waiting(oldest.call, oldest.what, oldest.since, oldest.timeout)
+
+    def awaits(self, member: int) -> bool:
+        """Whether a point-to-point operation with ``member`` is not done."""
+        return any(member in operation.peers for operation in self.pending)
+
     def fail(self, operation: Operation | None, error: BaseException) -> None:
-        """End the communicator: every pending operation raises ``error``, and later calls raise from it."""
-        if self.failure is None:
-            self.failure = _explained(operation, error)
+        """Something went wrong here: end the communicator, on all ranks."""
+        if isinstance(error, CommTimeoutError) and operation is not None and self._control is not None:
+            missing = self._control.missing(self, operation.call)
+            error = CommTimeoutError(f"{error}; {missing}") if missing else error
+        elif isinstance(error, CommError) and self._control is not None:
+            # A transport that broke says little about why. The control plane knows within milliseconds who is lost.
+            self._ended.wait(0.5)
+        self._end(operation, _explained(operation, error), tell=True)
+
+    def end(self, error: CommError) -> None:
+        """Something went wrong elsewhere, says the control plane."""
+        oldest = next(iter(self.pending), None)
+        self._end(None, error if oldest is None else _explained(oldest, error), tell=False)
+
+    def abort(self, message: str) -> None:
+        """Somebody here gives up: end the communicator, on all ranks."""
+        self._end(None, CommError(message), tell=True)
+
+    def _end(self, operation: Operation | None, error: CommError, tell: bool) -> None:
+        with self._ending:
+            first = self.failure is None
+            if first:
+                self.failure = error
+                self._ended.set()
+        if first:
+            if tell and self._control is not None:
+                self._control.failed(self, error)
             self._kill()
         for other in [*self.pending, *([operation] if operation is not None else [])]:
             other.end(self.failure)
 
-    @abstractmethod
     def close(self) -> None:
         """Nothing is pending any more, and nothing will be."""
+        if self._control is not None:
+            self._control.forget(self)
 
 
 class Polling(Progress):
     """For transports that progress when asked. ``crowded``: more ranks than cores, so that waiting must not spin."""
 
-    def __init__(self, kill: Callable[[], None], *, waits: bool, crowded: bool) -> None:
-        super().__init__(kill)
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[int],
+        kill: Callable[[], None],
+        control: Control | None,
+        *,
+        waits: bool,
+        crowded: bool,
+    ) -> None:
+        super().__init__(name, members, kill, control)
         self._queue: deque[Operation] = deque()
         self._loose: list[Operation] = []
         self._lock = threading.RLock()
@@ -158,12 +223,13 @@ class Polling(Progress):
 
     @property
     def pending(self) -> list[Operation]:
-        return [*self._loose, *self._queue]
+        with self._lock:
+            return [*self._loose, *self._queue]
 
     def submit(self, operation: Operation, sync: bool) -> None:
         with self._lock:
-            (self._queue if operation.queued else self._loose).append(operation)
-            if not operation.queued:
+            (self._queue if operation.call else self._loose).append(operation)
+            if not operation.call:
                 operation.begin()
             elif not (sync and len(self._queue) == 1):  # otherwise drive() follows at once
                 self._advance()
@@ -198,16 +264,12 @@ class Polling(Progress):
             elif turn & 255 == 0:
                 os.sched_yield()
 
-    def close(self) -> None:
-        """Polling leaves nothing behind."""
-
 
 class Engine(Progress):
     """For transports that can only wait: what is not waited for at once runs on a thread, made when first needed."""
 
-    def __init__(self, kill: Callable[[], None], name: str) -> None:
-        super().__init__(kill)
-        self._name = name
+    def __init__(self, name: str, members: Sequence[int], kill: Callable[[], None], control: Control | None) -> None:
+        super().__init__(name, members, kill, control)
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._unfinished: list[Operation] = []
@@ -220,10 +282,10 @@ class Engine(Progress):
             return [*self._unfinished]
 
     def submit(self, operation: Operation, sync: bool) -> None:
-        inline = sync and not any(other.queued for other in self.pending)
+        inline = sync and not any(other.call for other in self.pending)
         with self._changed:
             self._unfinished.append(operation)
-        if not operation.queued:
+        if not operation.call:
             operation.begin()
         elif not inline:
             operation.threaded = True
@@ -233,7 +295,7 @@ class Engine(Progress):
                 self._spawn(self._run)
 
     def _spawn(self, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, name=f"collectives {self._name}", daemon=True).start()
+        threading.Thread(target=target, name=f"collectives engine {self.name}", daemon=True).start()
 
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:
@@ -260,19 +322,23 @@ class Engine(Progress):
             operation.threaded = True
             self._spawn(lambda: self._block(operation))
 
-    def fail(self, operation: Operation | None, error: BaseException) -> None:
-        super().fail(operation, error)
+    def _end(self, operation: Operation | None, error: CommError, tell: bool) -> None:
+        super()._end(operation, error, tell)
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
+        super().close()
         self._queue.put(None)
 
 
 def _explained(operation: Operation | None, error: BaseException) -> CommError:
     """The error with the call it happened in; a foreign one wrapped."""
-    where = operation.label() if operation is not None else "communicator"
-    kinds = (CommTimeoutError, PeerLostError, CommClosedError)
+    where = "communicator"
+    if operation is not None:
+        number = f"call {operation.call}: " if operation.call else ""
+        where = f"{operation.where}, {number}{operation.what}"
+    kinds = (CommTimeoutError, PeerLostError, CollectiveMismatchError, CommClosedError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), CommError)
     if isinstance(error, PeerLostError):
         explained: CommError = PeerLostError(f"{where}: {error}", error.rank)

@@ -20,7 +20,15 @@ from collectives.backend import Bootstrap
 from collectives.communicator import Communicator
 from collectives.errors import RendezvousError, UnsupportedError
 from collectives.launchers import resolve
-from collectives.meeting import LOOPBACK, address_between_hosts, load_mpi, meet, mpi_world, require_own_devices
+from collectives.meeting import (
+    LOOPBACK,
+    address_between_hosts,
+    connect_control,
+    load_mpi,
+    meet,
+    mpi_world,
+    require_own_devices,
+)
 from collectives.types import RankInfo
 
 __all__ = ["Plan", "init", "plan", "resolve"]
@@ -103,14 +111,17 @@ def init(
     if chosen.stack.base == "nccl" and info.world_size > 1:
         require_own_devices(meeting()[0], info, chosen.device)
     bootstrap = Bootstrap(info, chosen.device, setup_timeout, lambda: meeting()[0], address)
+    transport = backends.create(chosen.stack.base, bootstrap)
+    control = connect_control(info, environ, chosen.stack.base, address, bootstrap.store, setup_timeout)
     return Communicator(
-        backends.create(chosen.stack.base, bootstrap),
+        transport,
         info,
         name=chosen.backend,
         layers=chosen.stack.layers,
         device=chosen.device,
         timeout=timeout,
         algorithm=algorithm,
+        control=control,
     )
 
 
@@ -126,26 +137,26 @@ def plan(
     ``identity`` are ``resolve``'s keywords. Raises what ``init`` raises.
     """
     asked = torch.device(device) if device is not None else None
-    info = resolve(environ, mpi_world=mpi_world, **identity)
+    info = resolve(environ, mpi_world=functools.partial(mpi_world, environ), **identity)
     if backend is not None:
         name, why = backend, "asked for"
     elif environ.get("COLLECTIVES_BACKEND"):
         name, why = environ["COLLECTIVES_BACKEND"], "COLLECTIVES_BACKEND"
     else:
-        name, why = _default_backend(info, asked)
+        name, why = _default_backend(info, asked, environ)
     stack = backends.parse(name)
     if stack.base == "mpi":
-        info = _agree_with_mpi(info)
+        info = _agree_with_mpi(info, environ)
     return Plan(info, stack, name, why, _device(asked, stack.base, info))
 
 
-def _default_backend(info: RankInfo, device: torch.device | None) -> tuple[str, str]:
+def _default_backend(info: RankInfo, device: torch.device | None, environ: Mapping[str, str]) -> tuple[str, str]:
     if device.type == "cuda" if device is not None else torch.cuda.is_available():
         return "nccl", "a CUDA device is visible"
     if not info.mpi:
         return "gloo", f"no CUDA device is used and no MPI launcher started this process ({info.launcher})"
     try:
-        load_mpi()
+        load_mpi(environ)
     except UnsupportedError as error:
         reason = str(error).partition("\n")[0]
         if info.rank == 0:
@@ -154,9 +165,9 @@ def _default_backend(info: RankInfo, device: torch.device | None) -> tuple[str, 
     return "mpi", f"an MPI launcher started this process ({info.launcher})"
 
 
-def _agree_with_mpi(info: RankInfo) -> RankInfo:
+def _agree_with_mpi(info: RankInfo, environ: Mapping[str, str]) -> RankInfo:
     """MPI knows best which ranks share a host; about rank and size it must say what the launcher says."""
-    module = load_mpi()
+    module = load_mpi(environ)
     rank, size, local_rank, local_size = module.mpi_world()
     used = dict(info.variables)
     launcher = info.launcher

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 import torch
 
 from collectives.backend import Backend, Bootstrap
-from collectives.errors import CommClosedError, CommTimeoutError, UnsupportedError
+from collectives.errors import CommError, CommTimeoutError, PeerLostError, UnsupportedError
 from collectives.types import P2P
 
 
 class _Message:
     """A posted send or receive. Like MPI's synchronous send it is done only when both sides have met."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, peer: int) -> None:
         self.tensor = tensor
+        self.peer = peer
         self.done = False
         self.error: str | None = None
 
@@ -32,6 +33,7 @@ class World:
         self.sends: defaultdict[tuple[str, int, int, int], deque[_Message]] = defaultdict(deque)
         self.recvs: defaultdict[tuple[str, int, int, int], deque[_Message]] = defaultdict(deque)
         self.dead: dict[str, str] = {}  # group -> why
+        self.left: set[tuple[str, int]] = set()  # (group, rank) that closed
 
     def meet(self, key: tuple[str, int, int, int], message: _Message, sends: bool) -> None:
         """Pair a post with the oldest one that waits on the other side, and copy. Called with the lock held."""
@@ -58,23 +60,22 @@ class _Pending:
         self._messages = messages
 
     def poll(self) -> bool:
-        self._backend.check()
         return all(self._done(message) for message in self._messages)
 
     def wait(self, i: int, deadline: float) -> None:
         message, world = self._messages[i], self._backend.world
         with world.changed:
             while not self._done(message):
-                self._backend.check()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise CommTimeoutError("no peer came")
                 world.changed.wait(left)
 
-    @staticmethod
-    def _done(message: _Message) -> bool:
+    def _done(self, message: _Message) -> bool:
         if message.error:
-            raise CommClosedError(message.error)
+            raise CommError(message.error)
+        if not message.done:
+            self._backend.check(message.peer)
         return message.done
 
 
@@ -93,17 +94,20 @@ class ThreadsBackend(Backend):
         self.device = torch.device("cpu")
         self.group = group
 
-    def check(self) -> None:
+    def check(self, peer: int) -> None:
+        """Raise if an unfinished message with ``peer`` will never be done."""
         if self.group in self.world.dead:
-            raise CommClosedError(self.world.dead[self.group])
+            raise CommError(self.world.dead[self.group])
+        if (self.group, peer) in self.world.left:
+            raise PeerLostError(f"rank {peer} has left: it closed its communicator", peer)
 
     def _post(self, ops: Sequence[P2P], tag: int) -> _Pending:
         messages = []
         with self.world.changed:
-            self.check()
             for sends, tensor, peer in ops:
+                self.check(peer)
                 src, dst = (self.rank, peer) if sends else (peer, self.rank)
-                messages.append(_Message(tensor))
+                messages.append(_Message(tensor, peer))
                 self.world.meet((self.group, src, dst, tag), messages[-1], sends)
         return _Pending(self, messages)
 
@@ -116,14 +120,16 @@ class ThreadsBackend(Backend):
             self.world.changed.notify_all()
 
     def _close(self) -> None:
-        """Nothing to release: the world goes with its last rank."""
+        with self.world.changed:
+            self.world.left.add((self.group, self.rank))
+            self.world.changed.notify_all()
 
 
 def create(bootstrap: Bootstrap) -> ThreadsBackend:
     """For ``init("threads")``: a world of one. More ranks come from ``collectives.run``."""
     if bootstrap.info.world_size > 1:
         raise UnsupportedError(
-            f"backend 'threads' keeps all ranks in one process, but this job has {bootstrap.info.world_size} processes; "
+            f"backend 'threads' keeps all ranks in one process, but this job has {bootstrap.info.world_size} of them; "
             "use collectives.run(fn, n=...) for threads, or another backend here"
         )
     return ThreadsBackend(World(1), 0)

@@ -1,0 +1,356 @@
+"""The control plane: one connection a rank to a hub on rank 0, so that a failure anywhere is known everywhere.
+
+Data travels over the backend; here travel only short notes about how ranks are. A rank says ``bye`` when it leaves, so
+an end-of-file without it means that the rank died, and the hub tells all within milliseconds, whatever they were
+waiting for. A call that has waited for a while says which it is; the hub compares, and tells the ranks that wait who is
+missing and who called something else. One thread a process reads these notes and fails the communicators they concern.
+
+Notes are lines of JSON. Ranks in notes are those of the communicator that ``init`` made; ``group`` is the name of that
+one ("") or of a split.
+
+    to the hub    {rank, token} first, then bye {calls}, closed {group}, wait {group, call, what}, fail {group, reason}
+    from the hub  lost {rank, how}, left {rank, calls}, waiting {group, call, ranks}, mismatch {group, whats}, fail
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from collectives.errors import CollectiveMismatchError, CommError, CommTimeoutError, PeerLostError, RendezvousError
+
+Note = dict[str, Any]
+Share = Callable[[bytes | None], bytes]  # rank 0's bytes, on every rank
+_TICK = 0.1  # seconds between looks at what is waiting here
+_UNANSWERED = 0.5  # seconds after which a silent hub is news
+
+
+class Waiting(NamedTuple):
+    """The oldest unfinished collective of a group: its number, what it is, since when (monotonic) and its time-out."""
+
+    call: int
+    what: str
+    since: float
+    timeout: float
+
+
+class Group(Protocol):
+    """What the control plane sees of a communicator. ``members`` are ranks of the first communicator, in order."""
+
+    name: str
+    members: Sequence[int]
+    calls: int  # collectives started so far
+
+    def waiting(self) -> Waiting | None: ...
+    def awaits(self, member: int) -> bool: ...  # a point-to-point operation with that member is pending
+    def end(self, error: CommError) -> None: ...
+
+
+class _Lines:
+    """A socket that carries notes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._buffer = b""
+        self._lock = threading.Lock()
+
+    def send(self, **note: Any) -> None:
+        """Best effort: a peer that is gone is noticed by reading."""
+        with self._lock, contextlib.suppress(OSError):
+            self.sock.sendall(json.dumps(note).encode() + b"\n")
+
+    def receive(self) -> Iterator[Note]:
+        """The notes that have come. Raises ``ConnectionError`` at the end of the stream."""
+        data = self.sock.recv(65536)
+        if not data:
+            raise ConnectionResetError("end of file")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+class Hub:
+    """Rank 0's side: a thread that hears everybody and tells everybody."""
+
+    def __init__(self, size: int, address: str, token: str) -> None:
+        self._listener = socket.create_server((address, 0), backlog=size)
+        self.port: int = self._listener.getsockname()[1]
+        self._size = size
+        self._token = token
+        self._peers: dict[int, _Lines] = {}
+        self._left: set[int] = set()
+        self._calls: dict[str, dict[int, tuple[int, str]]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        threading.Thread(target=self._run, name="collectives hub", daemon=True).start()
+
+    def _run(self) -> None:
+        expected = self._size
+        with self._listener, self._selector:
+            while expected or self._peers:
+                for key, _ in self._selector.select():
+                    if key.data is not None:
+                        expected -= self._hear(key.fileobj, key.data)
+                        continue
+                    connection, _ = self._listener.accept()
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    self._selector.register(connection, selectors.EVENT_READ, [_Lines(connection), -1])
+
+    def _hear(self, connection: Any, peer: list[Any]) -> int:
+        """Act on what a peer says. Returns 1 if it is new."""
+        lines, rank = peer
+        new = 0
+        try:
+            for note in lines.receive():
+                if rank < 0:
+                    if note.get("token") != self._token:
+                        raise ConnectionRefusedError("a stranger")
+                    rank = peer[1] = note["rank"]
+                    self._peers[rank] = lines
+                    new = 1
+                else:
+                    getattr(self, f"_on_{note.pop('note')}")(rank, **note)
+        except (OSError, ValueError) as error:
+            self._selector.unregister(connection)
+            connection.close()
+            self._peers.pop(rank, None)
+            if rank >= 0 and rank not in self._left:
+                self._tell(note="lost", rank=rank, how=str(error))
+        return new
+
+    def _tell(self, **note: Any) -> None:
+        for lines in [*self._peers.values()]:
+            lines.send(**note)
+
+    def _on_bye(self, rank: int, /, calls: Mapping[str, int]) -> None:
+        self._left.add(rank)
+        self._tell(note="left", rank=rank, calls=calls)
+
+    def _on_closed(self, rank: int, /, group: str, calls: int) -> None:
+        self._tell(note="left", rank=rank, calls={group: calls})
+
+    def _on_fail(self, by: int, /, **note: Any) -> None:
+        self._tell(note="fail", by=by, **note)
+
+    def _on_wait(self, rank: int, /, group: str, call: int, what: str) -> None:
+        table = self._calls.setdefault(group, {})
+        table[rank] = (call, what)
+        same = {peer: text for peer, (number, text) in sorted(table.items()) if number == call}
+        if len(set(same.values())) > 1:
+            self._tell(note="mismatch", group=group, call=call, whats={str(peer): text for peer, text in same.items()})
+        else:
+            seen = {str(peer): number for peer, (number, _) in table.items()}
+            for peer in same:
+                if peer in self._peers:
+                    self._peers[peer].send(note="waiting", group=group, call=call, ranks=sorted(same), seen=seen)
+
+
+class Control:
+    """A rank's side: a thread that hears the hub, and reports what waits here."""
+
+    def __init__(self, rank: int, size: int, share: Share, address: str, timeout: float) -> None:
+        """Connect to the hub, made here on rank 0.
+
+        Args:
+            share: carries rank 0's bytes to every rank (a store, or an MPI broadcast).
+            address: this host's address; on rank 0 the one that the others reach it at.
+            timeout: seconds for connecting.
+
+        Raises:
+            RendezvousError: no hub answered.
+        """
+        self.rank = rank
+        self.size = size
+        self.groups: list[Group] = []
+        self._hub: Hub | None = None
+        if rank == 0:
+            token = secrets.token_hex(16)
+            self._hub = Hub(size, address, token)
+            share(json.dumps([address, self._hub.port, token]).encode())
+            host, port = address, self._hub.port
+        else:
+            host, port, token = json.loads(share(None))
+        try:
+            sock = socket.create_connection((host, port), timeout)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank {rank} expected rank 0's control connection at {host}:{port}: {error}; check that this address "
+                "can be reached from here"
+            ) from error
+        sock.settimeout(_TICK)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lines = _Lines(sock)
+        self._lines.send(rank=rank, token=token)
+        self._lost: dict[int, str] = {}
+        self._left: dict[int, tuple[float, Mapping[str, int]]] = {}
+        self._reported: dict[str, tuple[int, float]] = {}
+        self._answers: dict[str, Note] = {}
+        self._closed = False
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+        # A forked child that outlives this rank would keep the connection open, and hide that the rank has died.
+        os.register_at_fork(after_in_child=sock.close)
+        self._thread = threading.Thread(target=self._run, name="collectives control", daemon=True)
+        self._thread.start()
+
+    # What this rank tells
+
+    def watch(self, group: Group) -> None:
+        """Look after a communicator from now on."""
+        self.groups.append(group)
+
+    def forget(self, group: Group) -> None:
+        """A communicator was closed; a peer that still waits in it learns so."""
+        if group in self.groups:
+            self.groups.remove(group)
+            self._lines.send(note="closed", group=group.name, calls=group.calls)
+
+    def failed(self, group: Group, error: CommError) -> None:
+        """A communicator failed here: its other members are told."""
+        kind, rank = type(error).__name__, getattr(error, "rank", -1)
+        if 0 <= rank < len(group.members):
+            rank = group.members[rank]
+        self._lines.send(note="fail", group=group.name, kind=kind, reason=str(error), rank=rank)
+
+    def close(self) -> None:
+        """Say goodbye."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._lines.send(note="bye", calls={group.name: group.calls for group in self.groups})
+        with contextlib.suppress(OSError):
+            self._lines.sock.shutdown(socket.SHUT_WR)
+        # The hub closes its end in return. A thread that the interpreter's end meets inside a library ends in abort().
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def _at_exit(self) -> None:
+        """The program ends without closing: well, or by an exception that nobody caught."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and os.getpid() == self._process:
+            for group in self.groups:
+                self.failed(group, CommError(f"its program ended with {type(error).__name__}: {error}"))
+        self.close()
+
+    # What this rank hears
+
+    def missing(self, group: Group, call: int) -> str:
+        """Which members of ``group`` are not known to have come to ``call``, for an error message."""
+        reported = self._reported.get(group.name)
+        answer = self._answers.get(group.name)
+        if answer is None or answer["call"] != call:
+            late = reported is not None and time.monotonic() - reported[1] > _UNANSWERED
+            return "rank 0 is missing: it serves the control connections and does not answer" if late else ""
+        seen = answer["seen"]
+        absent = [member for member in group.members if member not in answer["ranks"]]
+        if not absent:
+            return "all ranks wait in this call: the transport between them is stuck"
+        names = ", ".join(
+            f"rank {group.members.index(member)}"
+            + (f" (last seen waiting in call {seen[str(member)]})" if str(member) in seen else "")
+            for member in absent
+        )
+        return f"missing: {names}"
+
+    def _run(self) -> None:
+        with self._lines.sock:
+            while not self._closed:
+                try:
+                    for note in self._lines.receive():
+                        getattr(self, f"_on_{note.pop('note')}")(**note)
+                except TimeoutError:
+                    pass
+                except OSError:
+                    if not self._closed and 0 not in self._left:
+                        self._on_lost(0, "end of file")
+                    return
+                self._look()
+
+    def _look(self) -> None:
+        """Report calls that have waited for a while, and fail those that wait for a rank that has left."""
+        now = time.monotonic()
+        for group in [*self.groups]:
+            waiting = group.waiting()
+            if waiting is not None and now - waiting.since > min(1.0, waiting.timeout / 4):
+                reported = self._reported.get(group.name)
+                if reported is None or reported[0] != waiting.call:
+                    self._reported[group.name] = (waiting.call, now)
+                    self._lines.send(note="wait", group=group.name, call=waiting.call, what=waiting.what)
+            for rank, (since, calls) in [*self._left.items()]:
+                if rank in group.members:
+                    self._check_left(group, waiting, rank, calls, now - since)
+
+    def _check_left(
+        self, group: Group, waiting: Waiting | None, rank: int, calls: Mapping[str, int], ago: float
+    ) -> None:
+        member = group.members.index(rank)
+        if waiting is not None and calls.get(group.name, waiting.call) < waiting.call:
+            made = calls[group.name]
+            group.end(
+                PeerLostError(
+                    f"rank {member} has left: it closed its communicator or ended after {made} collectives",
+                    member,
+                )
+            )
+        elif ago > 1.0 and group.awaits(member):  # whatever it sent before it left has long arrived
+            group.end(PeerLostError(f"rank {member} has left; it will not answer a send or receive", member))
+
+    def _on_lost(self, rank: int, how: str) -> None:
+        self._lost[rank] = how
+        for group in [*self.groups]:
+            if rank in group.members:
+                member = group.members.index(rank)
+                group.end(
+                    PeerLostError(f"rank {member} is lost: its process ended without saying goodbye ({how})", member)
+                )
+
+    def _on_left(self, rank: int, calls: Mapping[str, int]) -> None:
+        _, known = self._left.get(rank, (0.0, {}))
+        self._left[rank] = (time.monotonic(), {**known, **calls})
+        self._look()
+
+    def _on_waiting(self, group: str, **answer: Any) -> None:
+        self._answers[group] = answer
+
+    def _on_mismatch(self, group: str, call: int, whats: Mapping[str, str]) -> None:
+        for watched in [*self.groups]:
+            if watched.name == group:
+                parts = [
+                    f"rank {watched.members.index(int(rank))} called {what}"
+                    for rank, what in whats.items()
+                    if int(rank) in watched.members
+                ]
+                watched.end(
+                    CollectiveMismatchError(
+                        f"collective number {call} is not the same on all ranks: {'; '.join(parts)}; "
+                        "make the same calls in the same order everywhere"
+                    )
+                )
+
+    def _on_fail(self, group: str, kind: str, reason: str, rank: int, by: int) -> None:
+        if by == self.rank:
+            return
+        for watched in [*self.groups]:
+            if watched.name == group and by in watched.members:
+                member = watched.members.index(rank) if rank in watched.members else -1
+                said = f"rank {watched.members.index(by)} failed: {reason}"
+                watched.end(
+                    PeerLostError(said, member)
+                    if kind == "PeerLostError"
+                    else CommTimeoutError(said)
+                    if kind == "CommTimeoutError"
+                    else CollectiveMismatchError(said)
+                    if kind == "CollectiveMismatchError"
+                    else CommError(said)
+                )
