@@ -64,7 +64,7 @@ def within(deadline: float, function: Callable[[], _T]) -> _T:
     def call() -> None:
         try:
             result.append(function())
-        except Exception as error:  # noqa: BLE001 - raised again by the caller's thread
+        except Exception as error:
             failure.append(error)
 
     thread = threading.Thread(target=call, name="open-store", daemon=True)

