@@ -1,0 +1,409 @@
+"""The parameters of a unit that have one dtype: gathered, freed and reduced together, by one collective each.
+
+[Note: two leaves for one parameter]
+The user's ``nn.Parameter`` is the shard for ever: its ``.data`` views the flat shard and its ``.grad`` is the reduced
+gradient of the shard, so an optimizer may be built at any time. Autograd insists that ``.grad`` has the shape of its
+leaf, so while a unit computes, the module holds a second leaf of the full shape, which views the gathered buffer and
+collects the full gradient. Assigning ``module._parameters[name]`` keeps the order of parameters; deleting would not.
+
+[Note: one storage for life]
+Autograd saves views of weights (a linear layer saves ``weight.t()``), which keep their storage and not its contents.
+So the gathered buffer of a group is one storage for life: freed by ``resize_(0)``, refilled in place before backward,
+never lent to another group. Leaves view ``.data`` of it and so have version counters of their own; otherwise a refill
+would look to autograd like a change to a saved tensor.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from collectives import Communicator, ReduceOp, Work
+from fsdp.flat_layout import FlatLayout
+from fsdp.precision import MixedPrecisionPolicy
+from fsdp.reduction import Reduction
+from fsdp.strategy import Strategy, Trigger
+from fsdp.use import Progress, Use
+
+TakeBuffer = Callable[[int, torch.dtype], torch.Tensor]
+
+
+@dataclass
+class ManagedParameter:
+    """A parameter, the name that messages use, and every (module, attribute) that holds it: several if it is tied."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class Storage(enum.Enum):
+    """Whether the gathered buffer is there."""
+
+    FREED = "only the shard exists"  # -> GATHERING by unshard
+    GATHERING = "an all_gather is filling it"  # -> FULL by wait_for_unshard; -> FREED by reshard, after a wrong guess
+    FULL = "all parameters are there"  # -> FREED by reshard; -> GATHERING by the unshard of a later forward
+
+
+class ParamGroup:
+    """Parameters of one dtype, in one flat layout.
+
+    Collective: every rank builds it, with the same parameters, and gets rank 0's values.
+
+    Args:
+        parameters: what it manages. Afterwards each ``parameter.data`` is a view of the flat shard (unless the strategy
+            replicates), of shape (n, 1, ..., 1) with as many dimensions as before, and has a ``full_shape``.
+        comm: the ranks that share the parameters.
+        strategy: how they share them.
+        policy: dtypes of gathers and reductions.
+        grad_views: replicated gradients are views of the reduced bucket; otherwise copies.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        comm: Communicator,
+        strategy: Strategy,
+        policy: MixedPrecisionPolicy,
+        grad_views: bool = True,
+    ) -> None:
+        # Trainable ones first, so that a unit of which a part is frozen reduces one stretch of its layout.
+        self.managed = sorted(parameters, key=lambda m: not m.parameter.requires_grad)
+        self.comm = comm
+        self.strategy = strategy
+        self.grad_views = grad_views
+        self.dtype = self.managed[0].parameter.dtype
+        self.reduce_dtype = policy.reduce(self.dtype)
+        self.shapes = [m.parameter.shape for m in self.managed]
+        self.part = comm.rank if strategy.shards else 0
+        self.layout = FlatLayout.even([s.numel() for s in self.shapes], comm.world_size if strategy.shards else 1)
+        self.storage = Storage.FREED if strategy.shards else Storage.FULL
+        self.users = 0  # units whose forward or backward is under way and that see the full leaves
+        self.touched = False  # backward has reached it since its last reduction
+        self.ready = False  # Trigger.ORDER: every gradient of this backward is there
+        self.flag_offset = 0  # its place among the flags of the runtime
+        self.on_ready: Callable[[], None] = _nothing
+        self.on_backward: Callable[[], None] = _nothing
+        self._uses: list[weakref.ref[Use]] = []
+        self._gather: Work | None = None
+        self._epoch = -1  # the root forward that it was last gathered for
+        self._fresh = False  # gathered parameters are known to equal the shards, although a backward has ended
+        self._hooked: set[int] = set()
+        self._missing: set[int] | None = None  # parameters whose gradients backward still owes; None outside of it
+        self._bucket: torch.Tensor | None = None
+        self._bucket_views: list[torch.Tensor] = []
+
+        values = self._rank_0_values()
+        self.shard = values  # replicated: never read
+        self.full = values
+        self.leaves: list[nn.Parameter] = [m.parameter for m in self.managed]
+        if strategy.shards:
+            self._cut(values, policy.param(self.dtype))
+        self.wanted: tuple[bool, ...] = ()
+        self._set_wanted()
+
+    # Building
+
+    def _rank_0_values(self) -> torch.Tensor:
+        """All parameters in the layout, as they are on rank 0; the padding is zero."""
+        values = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device)
+        spans = torch.split(values, self.layout.spans())[::2]
+        with torch.no_grad():
+            if self.comm.rank == 0:
+                for span, managed in zip(spans, self.managed, strict=True):
+                    span.copy_(managed.parameter.reshape(-1))
+            self.comm.broadcast(values, 0)
+            if not self.strategy.shards:
+                for span, managed in zip(spans, self.managed, strict=True):
+                    managed.parameter.copy_(span.view(managed.parameter.shape))
+                return values.new_empty(0)
+        return values
+
+    def _cut(self, values: torch.Tensor, compute_dtype: torch.dtype) -> None:
+        """Keep this rank's shard, and make the second leaves."""
+        first, last = self.layout.cuts[self.part : self.part + 2]
+        self.shard = values[first:last].clone()
+        self.full = values if compute_dtype == self.dtype else torch.empty_like(values, dtype=compute_dtype)
+        self._pieces = self.layout.pieces(self.part)
+        self._locals = [
+            self.shard[piece.offset : piece.offset + piece.numel].view(local_shape(shape, piece.numel))
+            for piece, shape in zip(self._pieces, self.shapes, strict=True)
+        ]
+        spans = torch.split(self.full.data, self.layout.spans())[::2]
+        self.leaves = []
+        for managed, local, span, shape in zip(self.managed, self._locals, spans, self.shapes, strict=True):
+            parameter = managed.parameter
+            leaf = nn.Parameter(span.data.view(shape), requires_grad=parameter.requires_grad)
+            leaf.__dict__.update(parameter.__dict__)  # marks that users put on parameters
+            self.leaves.append(leaf)
+            parameter.data = local.data
+            parameter.full_shape = shape  # type: ignore[attr-defined]
+        self._pointers = [m.parameter.data_ptr() for m in self.managed]
+        self.full.untyped_storage().resize_(0)
+
+    def _set_wanted(self) -> None:
+        """Which parameters want gradients: recomputed when somebody freezes or unfreezes one."""
+        self.wanted = tuple(m.parameter.requires_grad for m in self.managed)
+        self.wanted_indices = [i for i, want in enumerate(self.wanted) if want]
+        self.grad_layout = self.layout.subset(self.wanted)
+        self.grad_shapes = [
+            local_shape(self.shapes[i], piece.numel) if self.strategy.shards else self.shapes[i]
+            for i, piece in zip(self.wanted_indices, self.grad_layout.pieces(self.part), strict=True)
+        ]
+        self.grad_spans = self.grad_layout.shard_spans(self.part)
+        self._bucket = None
+        for i in self.wanted_indices:
+            leaf = self.leaves[i]
+            leaf.requires_grad_(True)
+            if self.strategy.trigger is Trigger.ORDER and i not in self._hooked:
+                self._hooked.add(i)
+                leaf.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), i))  # type: ignore[no-untyped-call]
+        for i, want in enumerate(self.wanted):
+            if not want:
+                self.leaves[i].requires_grad_(False)
+
+    # Gathered and freed
+
+    def check_parameters(self) -> None:
+        """Mend what callers did to parameters between steps, or say what cannot be mended."""
+        for i, managed in enumerate(self.managed):
+            parameter = managed.parameter
+            for module, name in managed.owners:
+                held = module._parameters.get(name)
+                if held is not parameter and held is not self.leaves[i]:
+                    self._take_back(i, held)
+                    module._parameters[name] = parameter
+            if self.strategy.shards and parameter.data_ptr() != self._pointers[i]:
+                self._take_back(i, parameter)
+            if parameter.requires_grad is not self.wanted[i]:
+                self._set_wanted()
+
+    def _take_back(self, i: int, held: nn.Parameter | None) -> None:
+        """``held`` was put in place of a parameter, or its data was. A shard of the right size is copied back."""
+        managed = self.managed[i]
+        local = self._locals[i] if self.strategy.shards else None
+        if local is None or held is None or held.numel() != local.numel() or held.dtype != local.dtype:
+            expected = managed.parameter if local is None else local
+            found = "nothing" if held is None else f"another tensor of {tuple(held.shape)}, {held.dtype}"
+            raise ValueError(
+                f"rank {self.comm.rank}: parameter {managed.name!r} was replaced after wrapping: expected the one that "
+                f"was wrapped, {tuple(expected.shape)} of {expected.dtype}, found {found}. Change values in place "
+                "under torch.no_grad(), or change the module before wrapping it"
+            )
+        with torch.no_grad():
+            local.copy_(held.view(local.shape))
+        managed.parameter.data = local.data
+
+    def unshard(self, epoch: int | None = None) -> None:
+        """Start to gather, unless the parameters are there.
+
+        Args:
+            epoch: the root forward that needs them. One that is newer than the last gather gathers again, as the
+                optimizer may have stepped in between; nothing that could be asked of a tensor would tell.
+        """
+        if not self.strategy.shards:
+            return
+        stale = epoch is not None and epoch != self._epoch and not self._fresh
+        if self.storage is not Storage.FREED:
+            if not stale:
+                return
+            self.wait_for_unshard()
+        self.check_parameters()
+        if self.storage is Storage.FREED:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        # One copy of a shard, where parameters are gathered in another dtype; otherwise it is sent as it is.
+        source = self.shard if self.shard.dtype == self.full.dtype else self.shard.to(self.full.dtype)
+        self._gather = self.comm.all_gather(self.full, source, async_op=True)
+        self.storage = Storage.GATHERING
+        if epoch is not None:
+            self._epoch = epoch
+
+    def wait_for_unshard(self) -> None:
+        """Return when the parameters are there."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+            self.storage = Storage.FULL
+
+    def poll(self) -> None:
+        """Make progress on a gather under way."""
+        if self._gather is not None:
+            self._gather.is_completed()
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        if self.strategy.shards and self.storage is not Storage.FREED:
+            self.wait_for_unshard()
+            self.full.untyped_storage().resize_(0)
+            self.storage = Storage.FREED
+            self._fresh = False
+
+    def retain(self) -> None:
+        """Keep the gathered parameters for the next forward: no optimizer step comes before it."""
+        self._fresh = self.storage is not Storage.FREED
+
+    def expire(self) -> None:
+        """The next root forward gathers again."""
+        self._fresh = False
+
+    def enter(self) -> None:
+        """A unit starts to compute: its modules hold the full leaves."""
+        self.users += 1
+        if self.users == 1 and self.strategy.shards:
+            for managed, leaf in zip(self.managed, self.leaves, strict=True):
+                for module, name in managed.owners:
+                    module._parameters[name] = leaf
+
+    def leave(self) -> bool:
+        """A unit has computed. Whether it was the last: then the modules hold the user's parameters again."""
+        self.users -= 1
+        if self.users == 0 and self.strategy.shards:
+            for managed in self.managed:
+                for module, name in managed.owners:
+                    module._parameters[name] = managed.parameter
+        return self.users == 0
+
+    # Gradients
+
+    def begin_backward(self) -> None:
+        """No gradient of this backward is there yet."""
+        self.ready = False
+        self._missing = set(self.wanted_indices)
+
+    def end_backward(self) -> None:
+        """No backward is under way."""
+        self.touched = False
+        self._missing = None
+
+    def arrived(self, i: int) -> None:
+        """The gradient of parameter ``i`` is there, or more of it (a module used twice under checkpointing)."""
+        if self._missing is None:
+            self.on_backward()
+        if self._missing is not None and not self.ready:
+            self._missing.discard(i)
+            if not self._missing:
+                self.ready = True
+                self.on_ready()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether anything in it wants gradients."""
+        return bool(self.wanted_indices)
+
+    def late_gradients(self) -> list[int]:
+        """Parameters with full gradients that no reduction has taken."""
+        return [i for i in self.wanted_indices if self.leaves[i].grad is not None]
+
+    def open_uses(self) -> list[Use]:
+        """The forwards that used it and whose backward is not done."""
+        alive = [use for ref in self._uses if (use := ref()) is not None and use.progress is not Progress.DONE]
+        self._uses = [weakref.ref(use) for use in alive]
+        return alive
+
+    def remember(self, use: Use) -> None:
+        """A forward used it, and backward may follow."""
+        self._uses.append(weakref.ref(use))
+
+    def start_reduction(self, take_buffer: TakeBuffer, first: bool) -> Reduction:
+        """Take the full gradients, and start to average them over ranks.
+
+        Args:
+            take_buffer: gives the input of a reduce_scatter: numel, dtype -> a 1-D tensor of at least that numel.
+            first: no other reduction of the group is under way.
+        """
+        gradients: list[torch.Tensor | None] = []
+        for i in self.wanted_indices:
+            gradient = self.leaves[i].grad
+            self.leaves[i].grad = None
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise TypeError(f"the gradient of {self.managed[i].name!r} is {gradient.layout}, expected a dense one")
+            gradients.append(gradient)
+        self.touched = False
+        parameters = [self.managed[i].parameter for i in self.wanted_indices]
+        used = [gradient is not None for gradient in gradients]
+        if not self.strategy.shards:
+            bucket = self._fill_bucket(gradients, first)
+            work = self.comm.all_reduce(bucket, ReduceOp.AVG, async_op=True)
+            return Reduction(self, work, None, bucket, parameters, used)
+        buffer = take_buffer(self.grad_layout.numel, self.reduce_dtype)
+        flat = self._pack(gradients, buffer[: self.grad_layout.numel])
+        output = flat.new_empty(self.grad_layout.sizes[self.part])
+        if self.grad_layout.is_even:
+            work = self.comm.reduce_scatter(output, flat, ReduceOp.AVG, async_op=True)
+        else:
+            work = self.comm.reduce_scatter_v(output, flat, self.grad_layout.sizes, ReduceOp.AVG, async_op=True)
+        return Reduction(self, work, buffer, output, parameters, used)
+
+    def _pack(self, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor) -> torch.Tensor:
+        """The gradients, side by side in ``flat``; those that are missing are zero.
+
+        This is the one copy that a gradient sees: a collective needs them side by side, and autograd allocates them.
+        Letting autograd add into zeroed views of the buffer instead would write it twice and read it once more.
+        """
+        parts: list[torch.Tensor] = []
+        spans = self.grad_layout.spans()
+        zeros = flat.new_zeros(max(spans[1::2]))  # the padding
+        for gradient, numel, gap in zip(gradients, spans[::2], spans[1::2], strict=True):
+            parts.append(flat.new_zeros(numel) if gradient is None else gradient.reshape(-1))
+            if gap:
+                parts.append(zeros[:gap])
+        return torch.cat(parts, out=flat)
+
+    def _fill_bucket(self, gradients: Sequence[torch.Tensor | None], first: bool) -> torch.Tensor:
+        """The same for replicated gradients, whose buffer becomes their home. Those that live there already stay."""
+        if self._bucket is None or not first:
+            bucket = self.comm.allocate(self.grad_layout.numel, self.reduce_dtype).zero_()
+            spans = torch.split(bucket, self.grad_spans)[::2]
+            views = [span.view(shape) for span, shape in zip(spans, self.grad_shapes, strict=True)]
+            if first:
+                self._bucket, self._bucket_views = bucket, views
+        else:
+            bucket, views = self._bucket, self._bucket_views
+        for gradient, view in zip(gradients, views, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
+        return bucket
+
+    def gather_values(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Every parameter with its whole value, in a buffer of its own: what is under way in the model stays."""
+        self.check_parameters()
+        values = self.shard.new_empty(self.layout.numel)
+        self.comm.all_gather(values, self.shard)
+        spans = torch.split(values, self.layout.spans())[::2]
+        return [
+            (managed.parameter, span.view(shape))
+            for managed, span, shape in zip(self.managed, spans, self.shapes, strict=True)
+        ]
+
+    def drop_gradients(self) -> None:
+        """Forget the full gradients that a failed backward left behind."""
+        if self.strategy.shards:
+            for leaf in self.leaves:
+                leaf.grad = None
+
+
+def local_shape(shape: torch.Size, numel: int) -> tuple[int, ...]:
+    """The shape of a shard of ``numel`` elements: as many dimensions as the whole parameter has."""
+    if not shape and numel == 1:
+        return ()
+    return (numel,) + (1,) * (len(shape) - 1)
+
+
+def _arrival(group: weakref.ref[ParamGroup], i: int) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        alive = group()
+        if alive is not None:
+            alive.arrived(i)
+
+    return hook
+
+
+def _nothing() -> None:
+    """What a group calls before a runtime owns it."""

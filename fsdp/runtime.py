@@ -1,0 +1,249 @@
+"""When units are gathered and freed: the order of everything that the ranks of one model do together.
+
+[Note: recomputation]
+Activation checkpointing runs forwards again inside backward. They only make sure that the parameters are there: they do
+not count as a forward, and free nothing, as the unit's own backward comes next.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from collectives import Communicator
+from fsdp.param_group import ParamGroup, Storage
+from fsdp.reducer import Reducer
+from fsdp.strategy import Trigger
+from fsdp.sync import broadcast_tensors
+from fsdp.use import Progress, Use
+
+if TYPE_CHECKING:
+    from fsdp.unit import Unit
+
+
+class Phase(enum.Enum):
+    """Where the model is."""
+
+    IDLE = "callers may edit parameters"  # -> FORWARD by the outermost unit; -> BACKWARD by the first gradient
+    FORWARD = "inside the outermost unit"  # -> IDLE when it returns
+    BACKWARD = "gradients come"  # -> IDLE at the end of backward; -> FORWARD if it failed and the next step begins
+
+
+class Runtime:
+    """What the units of one model share. Wrapping an outer module moves the units inside it into its runtime.
+
+    Args:
+        comm: the ranks.
+        static_graph: see ``Reducer``.
+    """
+
+    def __init__(self, comm: Communicator, *, static_graph: bool = False) -> None:
+        self.comm = comm
+        self.reducer = Reducer(comm, static_graph)
+        self.phase = Phase.IDLE
+        self.units: list[Unit] = []  # inner before outer
+        self.groups: list[ParamGroup] = []  # in the order in which forward gathers them
+        self.buffer_owners: list[tuple[nn.Module, str]] = []
+        self.exports_state = False  # True while full_state_dict reads the shards
+        self._epoch = 0  # root forwards so far
+        self._depth = 0
+        self._forward_order: list[Unit] = []
+        self._next_of: dict[Unit, Unit] = {}
+        self._prefetched: Unit | None = None
+        self._begun: list[Use] = []
+
+    def add(self, unit: Unit) -> None:
+        """Take in a unit. It is the root until another one is added."""
+        self.units.append(unit)
+        self._arrange()
+
+    def absorb(self, other: Runtime) -> None:
+        """Take over the units of the runtime of an inner module."""
+        if other.comm is not self.comm:
+            raise ValueError("expected one communicator for all units of a model, found two")
+        self.units += other.units
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Fix the orders of gathers and reductions. The root's parameters are used first and often last too."""
+        *inner, root = self.units
+        self.groups = [group for unit in (root, *inner) for group in unit.own_groups]
+        for unit in self.units:
+            unit.runtime = self
+        for group in self.groups:
+            group.on_backward = self.begin_backward
+        backward = [group for unit in (*reversed(inner), root) for group in reversed(unit.own_groups)]
+        self.reducer.manage(backward)
+        self.buffer_owners = [owner for unit in self.units for owner in unit.buffer_owners]
+
+    @property
+    def root(self) -> Unit:
+        """The unit that was wrapped last, and holds all others."""
+        return self.units[-1]
+
+    # Forward
+
+    def begin_forward(self, unit: Unit) -> None:
+        """A forward of ``unit`` starts, outside of backward."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if self.phase is Phase.BACKWARD:
+            self._recover()
+        self.phase = Phase.FORWARD
+        self._epoch += 1
+        self._next_of = dict(zip(self._forward_order, self._forward_order[1:], strict=False))
+        self._forward_order = []
+        for group in self.groups:
+            if not group.strategy.shards:
+                group.check_parameters()
+            elif not group.strategy.frees_after_forward:
+                group.unshard(self._epoch)
+        if unit.module.training and torch.is_grad_enabled() and self.reducer.requires_sync:
+            self._broadcast_buffers()
+
+    def cancel_forward(self) -> None:
+        """The forward that began last could not be started."""
+        self._depth -= 1
+
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers to everybody. Looked up every time, as a forward may put a new tensor in place of one."""
+        buffers = [module._buffers.get(name) for module, name in self.buffer_owners]
+        broadcast_tensors(self.comm, [buffer for buffer in buffers if buffer is not None])
+
+    def gather(self, unit: Unit) -> Use:
+        """Have the parameters of ``unit``, and start to gather those of the unit that came next last time.
+
+        A wrong guess costs memory until the end of the forward. There is one guess at a time, so at most two units are
+        gathered at once, beside what is kept.
+        """
+        for group in unit.groups:
+            group.unshard(self._epoch)
+        for group in unit.groups:
+            group.wait_for_unshard()
+        if self._prefetched is unit:
+            self._prefetched = None
+        use = Use(unit.groups, self._forward_order[-1] if self._forward_order else None)
+        self._forward_order.append(unit)
+        self._prefetch(self._next_of.get(unit), self._epoch)
+        self.poll()
+        return use
+
+    def gather_again(self, unit: Unit) -> Use:
+        """The same inside of backward. See [Note: recomputation]."""
+        for group in unit.groups:
+            group.unshard()
+        for group in unit.groups:
+            group.wait_for_unshard()
+        if self._prefetched is unit:
+            self._prefetched = None
+        return Use(unit.groups, None)
+
+    def _prefetch(self, unit: Unit | None, epoch: int | None) -> None:
+        if unit is None or self._prefetched is not None or not unit.frees_after_forward:
+            return
+        if all(group.storage is Storage.FREED for group in unit.groups):
+            self._prefetched = unit
+            for group in unit.groups:
+                group.unshard(epoch)
+
+    def end_forward(self, differentiable: bool) -> None:
+        """A forward ends, outside of backward. Without anything to differentiate nothing stays gathered."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self.phase = Phase.IDLE
+        if self._prefetched is not None:
+            for group in self._prefetched.groups:
+                group.reshard()
+            self._prefetched = None
+        if not differentiable:
+            for group in self.groups:
+                group.reshard()
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward is there. Later calls do nothing."""
+        if self.phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        self.reducer.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def before_backward(self, use: Use) -> None:
+        """The gradient of an output of ``use.unit`` is there: have its parameters, and fetch those of the next unit."""
+        self.begin_backward()
+        if use.progress is Progress.BEGUN:
+            return
+        use.progress = Progress.BEGUN
+        self._begun.append(use)
+        for group in use.groups:
+            group.touched = True
+            group.unshard()
+        for group in use.groups:
+            group.wait_for_unshard()
+            group.enter()
+        if self._prefetched is not None and self._prefetched.groups is use.groups:
+            self._prefetched = None
+        self._prefetch(use.before, None)
+        self.poll()
+
+    def after_backward(self, use: Use) -> None:
+        """Backward has passed the inputs of ``use.unit``: reduce and free, unless another use of it is to come."""
+        if use.progress is Progress.DONE:
+            return
+        self.begin_backward()
+        if use.progress is Progress.BEGUN:
+            self._begun.remove(use)
+            for group in use.groups:
+                group.leave()
+        use.progress = Progress.DONE
+        for group in use.groups:
+            if group.strategy.trigger is Trigger.INPUTS:
+                open_uses = group.open_uses()
+                if not open_uses and self.reducer.reduces(group):
+                    self.reducer.start(group)
+                if all(other.progress is not Progress.BEGUN for other in open_uses):
+                    group.reshard()
+        self.poll()
+
+    def _end_backward(self) -> None:
+        """Autograd is done: reduce what is left, wait for everything, and leave the model at rest."""
+        self._leave_units()
+        self.reducer.end()
+        self._rest(keep=not self.reducer.requires_sync)
+        self.phase = Phase.IDLE
+
+    def _leave_units(self) -> None:
+        for use in self._begun:
+            use.progress = Progress.DONE
+            for group in use.groups:
+                group.leave()
+        self._begun.clear()
+
+    def _rest(self, keep: bool) -> None:
+        """Free what is gathered. ``keep``: what is gathered once a step stays for the next micro-step."""
+        self._prefetched = None
+        for group in self.groups:
+            if keep and group.strategy.trigger is Trigger.ORDER:
+                group.retain()
+            else:
+                group.reshard()
+
+    def _recover(self) -> None:
+        """The last backward ended in an exception, before the end of backward: drop what it left."""
+        self._leave_units()
+        self.reducer.abandon()
+        self._rest(keep=False)
+        self.phase = Phase.IDLE
+
+    def poll(self) -> None:
+        """Some transports only move when they are asked: called at every border of a unit."""
+        if self._prefetched is not None:
+            for group in self._prefetched.groups:
+                group.poll()
+        self.reducer.poll()

@@ -1,0 +1,71 @@
+"""The whole state of a wrapped model under its original names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives.errors import UnsupportedError
+from fsdp.unit import Unit
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, torch.Tensor]:
+    """What ``model.state_dict()`` would be on one process: whole tensors, original names, in the original order.
+
+    Collective. One group of parameters is gathered at a time.
+
+    Args:
+        model: the wrapped model.
+        rank0_only: only rank 0 of each communicator gets the tensors; the others get an empty dict.
+        cpu: copy to host memory.
+
+    Returns:
+        A dict of tensors of the parameters' dtype and full shape, which share nothing with the model.
+    """
+    units: list[Unit] = []
+    for module in model.modules():
+        if "_fsdp_unit" in module.__dict__:
+            units.append(module.__dict__["_fsdp_unit"])
+    keeps = not rank0_only or all(unit.runtime.comm.rank == 0 for unit in units)
+    runtimes = list(dict.fromkeys(unit.runtime for unit in units))
+    for runtime in runtimes:
+        runtime.exports_state = True
+    try:
+        entries = model.state_dict(keep_vars=True)
+    finally:
+        for runtime in runtimes:
+            runtime.exports_state = False
+    whole: dict[int, torch.Tensor] = {}
+    for unit in units:
+        for group in unit.own_groups:
+            if group.strategy.shards:
+                for parameter, value in group.gather_values():
+                    if keeps:
+                        whole[id(parameter)] = value.clone() if not cpu else value.to("cpu", copy=True)
+    if not keeps:
+        return {}
+    copies: dict[int, torch.Tensor] = {}
+    for value in entries.values():
+        if id(value) not in copies:
+            copies[id(value)] = (
+                whole[id(value)] if id(value) in whole else value.detach().to("cpu" if cpu else value.device, copy=True)
+            )
+    return {name: copies[id(value)] for name, value in entries.items()}
+
+
+def refuse_plain_state_dict(unit: Unit, module: nn.Module) -> None:
+    """Make ``state_dict()`` of ``module``, and of what it holds, raise: it would be the state of one rank's shards."""
+
+    def refuse(_: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not unit.runtime.exports_state:
+            raise UnsupportedError(
+                "state_dict() of a sharded module would hold this rank's shards under the names of whole parameters; "
+                "expected fsdp.full_state_dict(model), called on every rank"
+            )
+
+    holders: dict[nn.Module, Any] = {module: None}
+    holders.update((owner, None) for group in unit.groups for m in group.managed for owner, _ in m.owners)
+    for holder in holders:
+        holder.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

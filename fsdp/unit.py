@@ -1,0 +1,164 @@
+"""A module whose parameters are gathered together: the hooks that turn its forward and backward into calls.
+
+[Note: hooks]
+    pre-forward       gather, let the modules hold the full leaves, pass the inputs through an identity
+    forward           computes
+    post-forward      hook the outputs, give the modules their shards back, free
+    output's hook     the first gradient of an output: gather, let the modules hold the full leaves
+    backward          computes
+    identity          all gradients of the inputs: reduce, free
+The identity was made before everything else in the unit, and autograd runs what was made last first, and accumulation
+into leaves before everything: so when it runs, the unit's gradients are there. Units whose inputs need no gradient are
+reduced at the end of backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.param_group import ParamGroup
+from fsdp.precision import MixedPrecisionPolicy
+from fsdp.runtime import Runtime
+from fsdp.strategy import Trigger
+from fsdp.tree import map_tensors, tensors
+from fsdp.use import Use
+
+
+class _Inputs(torch.autograd.Function):
+    """The identity, whose backward says that all gradients of the inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, runtime: Runtime, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.runtime, ctx.use = runtime, use
+        ctx.set_materialize_grads(False)
+        # Detached, and not the inputs themselves: those would come out as views that forbid changes in place.
+        return tuple(tensor.detach() for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.runtime.after_backward(ctx.use)
+        return (None, None, *gradients)
+
+
+class Unit:
+    """A wrapped module.
+
+    Args:
+        module: whose forward and backward need the groups.
+        groups: its own groups. ``groups`` also has those of inner or earlier units whose parameters it shares.
+        policy: dtypes of inputs and outputs.
+        reshard_after_forward: free after forward; None leaves it to whether the unit turns out to be the root.
+        buffer_owners: the modules and names of its buffers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: list[ParamGroup],
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        buffer_owners: list[tuple[nn.Module, str]],
+    ) -> None:
+        self.module = module
+        self.own_groups = groups
+        self.groups = list(groups)
+        self.policy = policy
+        self.buffer_owners = buffer_owners
+        self.runtime: Runtime
+        self._reshard_after_forward = reshard_after_forward
+        self._uses: list[tuple[Use, bool]] = []  # forwards under way, innermost last, and whether they recompute
+        self._cast = policy.param_dtype if policy.cast_forward_inputs else None
+        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._post_forward, always_call=True)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether its parameters are freed between forward and backward."""
+        if not self.own_groups or not self.own_groups[0].strategy.frees_after_forward:
+            return False
+        if self._reshard_after_forward is None:
+            return self is not self.runtime.root
+        return self._reshard_after_forward
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        recomputes = torch._C._current_graph_task_id() != -1
+        if recomputes:
+            use = self.runtime.gather_again(self)
+        else:
+            self.runtime.begin_forward(self)
+            try:
+                use = self.runtime.gather(self)
+            except BaseException:
+                self.runtime.cancel_forward()
+                raise
+        self._uses.append((use, recomputes))
+        for group in self.groups:
+            group.enter()
+        if self._cast is not None:
+            args, kwargs = map_tensors(self._to_param_dtype, (args, kwargs))
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(use, args, kwargs)
+        return args, kwargs
+
+    def _to_param_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._cast) if tensor.is_floating_point() else tensor
+
+    def _to_output_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.policy.output_dtype) if tensor.is_floating_point() else tensor
+
+    def _watch_inputs(
+        self, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the inputs that need gradients through the identity, all at once: its backward waits for all."""
+        watches = False
+        for group in self.groups:
+            if group.strategy.trigger is Trigger.INPUTS:
+                group.remember(use)
+                watches = True
+        if not watches:
+            return args, kwargs
+        found: list[torch.Tensor] = []
+        map_tensors(lambda t: found.append(t) or t if t.requires_grad else t, (args, kwargs))  # type: ignore[func-returns-value]
+        if not found:
+            return args, kwargs
+        watched = iter(_Inputs.apply(self.runtime, use, *found))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda t: next(watched) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Also called after an exception, with no output."""
+        if not self._uses:
+            return output  # the pre-forward hook itself failed
+        use, recomputes = self._uses.pop()
+        if self.policy.output_dtype is not None:
+            output = map_tensors(self._to_output_dtype, output)
+        differentiable = torch.is_grad_enabled() and self._watch_outputs(use, output)
+        for group in self.groups:
+            if group.leave() and self._frees(group, differentiable, recomputes):
+                group.reshard()
+        if not recomputes:
+            self.runtime.end_forward(differentiable)
+        return output
+
+    def _frees(self, group: ParamGroup, differentiable: bool, recomputes: bool) -> bool:
+        if recomputes and (differentiable or group.touched):
+            return False
+        return group.strategy.frees_after_forward and (self.frees_after_forward or group not in self.own_groups)
+
+    def _watch_outputs(self, use: Use, output: Any) -> bool:
+        """Have the parameters gathered when the gradient of any output is there. Whether any output can have one."""
+        runtime = self.runtime
+
+        def before_backward(_: torch.Tensor) -> None:
+            runtime.before_backward(use)
+
+        found = False
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                found = True
+                tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+        return found

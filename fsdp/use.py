@@ -1,0 +1,34 @@
+"""One forward of a unit, as long as backward through it may come."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdp.param_group import ParamGroup
+    from fsdp.unit import Unit
+
+
+class Progress(enum.Enum):
+    """What became of one forward of a unit."""
+
+    PENDING = "backward may come"  # -> BEGUN by the gradient of an output
+    BEGUN = "backward computes in the unit"  # -> DONE when it has passed the inputs, or at the end of backward
+    DONE = "backward has passed"  # -> BEGUN by another backward through a retained graph
+
+
+class Use:
+    """One forward of a unit. The autograd graph holds it, so it is gone when its backward can no longer come.
+
+    Args:
+        groups: what the unit computes with.
+        before: the unit that ran before it, so the next one in backward.
+    """
+
+    __slots__ = ("__weakref__", "before", "groups", "progress")
+
+    def __init__(self, groups: list[ParamGroup], before: Unit | None) -> None:
+        self.groups = groups
+        self.before = before
+        self.progress = Progress.PENDING
