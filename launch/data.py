@@ -48,7 +48,7 @@ def load(comm: Communicator, paths: Sequence[str] = (), *, window: int = 2) -> C
     Raises:
         InputError: on every rank, if there is no such path, no text in it, or too little.
     """
-    read: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
 
     def header() -> tuple[int, int, str, str, int]:
         documents, source = documents_of(paths) if paths else standard_library()
@@ -59,11 +59,11 @@ def load(comm: Communicator, paths: Sequence[str] = (), *, window: int = 2) -> C
                 f"found {len(train)} and {len(held_out)} in {source}; give more text, or a smaller --context"
             )
         text = train + held_out
-        read.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        own.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return len(train), len(held_out), hashlib.sha256(text).hexdigest(), source, len(documents)
 
     train_bytes, held_out_bytes, sha256, source, count = on_rank_0(comm, header)
-    text = read[0] if read else torch.empty(train_bytes + held_out_bytes, dtype=torch.uint8)
+    text = own[0] if own else torch.empty(train_bytes + held_out_bytes, dtype=torch.uint8)
     on_device = text.to(comm.device)
     comm.broadcast(on_device, 0)
     text = on_device.cpu()
@@ -78,7 +78,7 @@ def standard_library() -> tuple[list[bytes], str]:
         for f in root.rglob("*.py")
         if not SKIPPED_FOLDERS.intersection(f.relative_to(root).parts) and not f.name.startswith(SKIPPED_FILES)
     )
-    documents = distinct(f.read_bytes() for f in files)
+    documents = distinct(map(read, files))
     if not documents:
         raise InputError(f"expected the standard library's sources in {root}; found none; give text with --data PATH")
     return documents, f"standard library of Python {sysconfig.get_python_version()}"
@@ -93,7 +93,7 @@ def documents_of(paths: Sequence[str]) -> tuple[list[bytes], str]:
     for path in map(Path, paths):
         if path.is_dir():
             files = sorted(f for f in path.rglob("*") if f.is_file() and not hidden(f.relative_to(path)))
-            texts = [text for f in files if (text := f.read_bytes()) and not_text(text) is None]
+            texts = [text for f in files if (text := read(f)) and not_text(text) is None]
             if not texts:
                 raise InputError(
                     f"--data: expected text files in the folder {path}; found {len(files)} files, none of them text; "
@@ -101,7 +101,7 @@ def documents_of(paths: Sequence[str]) -> tuple[list[bytes], str]:
                 )
             documents += texts
         elif path.exists():
-            text = path.read_bytes()
+            text = read(path)
             why = not_text(text)
             if why is not None:
                 raise InputError(f"--data: expected a text file, UTF-8 or alike; found {why} in {path}; name another")
@@ -112,6 +112,15 @@ def documents_of(paths: Sequence[str]) -> tuple[list[bytes], str]:
                 f"(from {Path.cwd()}); name another, or leave --data out to use the standard library's sources"
             )
     return distinct(documents), ", ".join(map(str, paths))
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"--data: expected files that rank 0 can read; found {path} ({error.strerror}); name others"
+        ) from error
 
 
 def hidden(path: Path) -> bool:

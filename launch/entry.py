@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import collectives
 from collectives import CommError, Communicator
@@ -25,7 +25,7 @@ class InputError(Exception):
 class JobParser(argparse.ArgumentParser):
     """Every rank parses the same arguments and fails alike; only rank 0 says so."""
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         if first_rank():
             super()._print_message(message, file)
         else:
@@ -45,12 +45,12 @@ def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
 
     Without this a rank that cannot read its input would leave the others waiting for it.
     """
-    answer: T | InputError | None = None
+    answer: object = None
     if comm.rank == 0:
         try:
             answer = fn()
-        except (InputError, OSError) as error:
-            answer = InputError(str(error))
+        except InputError as error:
+            answer = error
     answer = comm.broadcast_object(answer, 0)
     if isinstance(answer, InputError):
         raise answer

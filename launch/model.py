@@ -65,7 +65,8 @@ class Block(nn.Module):
         query, key = rotate(qkv[:2], rotary)
         attended = F.scaled_dot_product_attention(query, key, qkv[2], is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        added: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + added
 
 
 class GPT(nn.Module):

@@ -248,8 +248,14 @@ def make_folder(name: str | None) -> Path | None:
     if name is None:
         return None
     folder = Path(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / METRICS).write_text("")  # a folder that cannot be written must be known before the training
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / METRICS).write_text("")  # a folder that cannot be written must be known before the training
+    except OSError as error:
+        raise InputError(
+            f"--out: expected a folder that rank 0 can write; found {folder} ({error.strerror}); "
+            "name another, or pass --no-write"
+        ) from error
     return folder
 
 
@@ -282,7 +288,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sample", type=int, default=default.sample, help="bytes to generate at the end")
     add("--threads", type=int, help="threads of each rank; None leaves the launcher's choice")
     add("--out", metavar="DIR", default="outputs", help="where runs are written")
-    add("--run", metavar="NAME", default="train", help="this run's folder there; an earlier run's files are replaced")
+    add("--name", default="train", help="this run's folder there; an earlier run's files are replaced")
     add("--no-write", action="store_true", help="write no files")
     return options
 
@@ -302,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             held_out=args.held_out,
             evaluations=args.evaluations,
             sample=args.sample,
-            folder=None if args.no_write else str(Path(args.out) / args.run),
+            folder=None if args.no_write else str(Path(args.out) / args.name),
             model=GPTConfig(args.layers, args.width, args.heads, args.context),
         )
         if args.threads is not None and args.threads < 1:
