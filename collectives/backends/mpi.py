@@ -46,21 +46,17 @@ _OPS = {
 }
 
 
-def ensure_mpi(environ: Mapping[str, str] | None = None) -> None:
+def ensure_mpi(environ: Mapping[str, str]) -> None:
     """Initialize MPI, by importing mpi4py, unless that would abort the process.
 
     Args:
-        environ: the process's environment variables; None: not looked at.
+        environ: the process's environment variables.
 
     Raises:
         UnsupportedError: mpi4py or the MPI library is missing, MPI_Init would abort the process, or MPI allows calls
             from the main thread only.
     """
-    if (
-        environ
-        and environ.get("MPICH_GPU_SUPPORT_ENABLED", "0") not in ("", "0")
-        and not _gpu_transport_linked(environ)
-    ):
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED", "0") not in ("", "0") and not _gpu_transport_linked(environ):
         raise UnsupportedError(
             "MPICH_GPU_SUPPORT_ENABLED is set, but the GPU transport library (libmpi_gtl_*) is not linked, so MPI_Init "
             "would abort; unset MPICH_GPU_SUPPORT_ENABLED (tensors pass through host memory here), or preload the "
