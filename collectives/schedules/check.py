@@ -106,7 +106,8 @@ def _rotated(messages: list[Message], by: int, size: int) -> list[Message]:
     everyone = (1 << size) - 1
 
     def rotate(value: Value) -> Value:
-        ranks = value.ranks << by
-        return value._replace(chunk=(value.chunk + by) % size, ranks=ranks & everyone | ranks >> size)
+        chunk, ranks, in_order, final = value
+        ranks <<= by
+        return Value((chunk + by) % size, ranks & everyone | ranks >> size, in_order, final)
 
     return [Message(wide, [rotate(value) for value in values]) for wide, values in messages] if by else list(messages)

@@ -41,8 +41,8 @@ class Rank:
         self.task, self.rank, self.round = task, rank, 0
         self.wanted = task.wanted(rank)
         self.input = task.inputs(rank)
-        # The result of an all_reduce takes the place of the input.
-        self.output = self.input if task.operation == "all_reduce" else task.outputs(rank)
+        # Callers may have the result of a reduction in the place of their input.
+        self.output = self.input if task.reduces and self.wanted else task.outputs(rank)
         self.partial: dict[int, Value] = {}
         self.received: dict[int, Value] = {}
         self.sent: list[tuple[int, Message]] = []
@@ -124,7 +124,7 @@ class Rank:
     def _read(self, place: Place) -> Value:
         buf, chunk = place
         cells = self._cells(buf)
-        if chunk not in cells:
+        if chunk not in cells or (buf is OUT and cells is self.input and chunk not in self.wanted):
             what = "does not exist here" if buf is IN else "holds nothing yet"
             raise self.error(chunk, f"reads {_name(place)}, which {what}")
         value = cells[chunk]
