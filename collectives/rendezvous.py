@@ -9,8 +9,11 @@ import functools
 import logging
 import os
 import socket
+import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -113,7 +116,7 @@ def init(
     bootstrap = Bootstrap(info, chosen.device, setup_timeout, lambda: meeting()[0], address)
     transport = backends.create(chosen.stack.base, bootstrap)
     control = connect_control(info, environ, chosen.stack.base, address, bootstrap.store, setup_timeout)
-    return Communicator(
+    comm = Communicator(
         transport,
         info,
         name=chosen.backend,
@@ -123,6 +126,22 @@ def init(
         algorithm=algorithm,
         control=control,
     )
+    if info.world_size > 1:
+        _abort_on_uncaught(comm)
+    return comm
+
+
+def _abort_on_uncaught(comm: Communicator) -> None:
+    """Let an exception that ends the program end the job at once: a thread may keep the process alive for long."""
+    reference, previous = weakref.ref(comm), sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        comm = reference()
+        if comm is not None and not hasattr(sys, "ps1"):  # at an interactive prompt the program goes on
+            comm.abort(f"its program ended with {kind.__name__}: {error}")
+
+    sys.excepthook = hook
 
 
 def plan(

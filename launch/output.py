@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-HEADER = re.compile(rb"^\s*(\+ Exception Group )?Traceback \(most recent call last\):")
+HEADER = re.compile(rb"\s*(\+ Exception Group )?Traceback \(most recent call last\):")
+# What may come before the header: a cause that was never raised, or PyTorch about a store whose server has died.
+START = re.compile(HEADER.pattern + rb"|(\w+\.)+\w*(Error|Exception|Interrupt|Exit): |\[W\d+ [\d:.]+ TCPStore\.cpp")
 MAX_LINE = 1 << 20
 MAX_LIVE = 4096
 ERASE_LINE = b"\r\x1b[K"
@@ -85,7 +87,7 @@ class Stream:
 
     def _line(self, line: bytes) -> None:
         line = line.removesuffix(b"\r")
-        if self._holds and (self.held or HEADER.match(line)):
+        if self._holds and (self.held or START.match(line)):
             self.held.append(line)
         else:
             self._screen.line(self._prefix + line)

@@ -75,7 +75,8 @@ class Rank:
     status: int | None = None
     ended_by_us: bool = False
     failed_at: float = math.inf  # when its death or the start of its last traceback was seen
-    traceback: list[bytes] = field(default_factory=list)
+    traceback: list[bytes] = field(default_factory=list)  # held back
+    shown: list[bytes] = field(default_factory=list)  # the last one that was printed after all
 
     def peek(self) -> int | None:
         """Note the exit status, but leave the zombie: its process group stays ours until ``reap``."""

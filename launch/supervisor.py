@@ -17,8 +17,9 @@ from launch.processes import Rank
 SETTLE = 1.0  # seconds for survivors of a failure to say what they saw
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 STOP_GRACE = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGHUP: 5.0, signal.SIGQUIT: 5.0}  # to save a checkpoint
-HOLD = 2.0  # seconds after which a rank that printed a traceback and lives on was not dying of it
-ECHOES = ("PeerLostError", "CommClosedError")  # what a rank raises because another one failed
+HOLD = 5.0  # seconds after which a rank that printed a traceback and lives on was not dying of it
+# What a rank raises because of another one.
+ECHOES = ("PeerLostError", "CommClosedError", "CommTimeoutError", "CommError")
 
 
 class Job:
@@ -134,9 +135,9 @@ class Job:
         for rank in self._ranks:
             stream = self._streams.get(rank.stderr)
             if stream is not None and stream.held and rank.status is None and now > rank.failed_at + HOLD:
+                rank.shown, rank.traceback = stream.held, []
                 stream.release()
                 rank.failed_at = math.inf
-                rank.traceback = []
 
     def _drain(self) -> None:
         for rank in self._ranks:
@@ -183,13 +184,16 @@ class Job:
         if self._stopped_by is not None:
             for rank in failed:
                 self._say_exception(rank)
-            self._say(f"stopped by {_signal_name(self._stopped_by)}, which the ranks were sent too")
+            reader_gone = self._stopped_by == signal.SIGPIPE
+            self._say(
+                "nobody reads the output any more" if reader_gone else f"stopped by {_signal_name(self._stopped_by)}"
+            )
             return 128 + self._stopped_by
         if not failed:
             for rank in self._ranks:
                 self._show(rank)
             return 0
-        first = min(failed, key=lambda rank: (rank.ended_by_us, _is_echo(rank), rank.failed_at, rank.number))
+        first = self._culprit(failed)
         for rank in self._ranks:
             if rank is not first and rank.status == 0:
                 self._show(rank)
@@ -202,6 +206,14 @@ class Job:
         self._say(f"rank {first.number} of {self._size} failed: it {_how(first)}")
         assert first.status is not None
         return first.status if first.status > 0 else 128 - first.status
+
+    def _culprit(self, failed: Sequence[Rank]) -> Rank:
+        """The rank whose failure came first, leaving out those that only complain about another."""
+        own = [rank for rank in failed if not rank.ended_by_us]
+        stuck = [rank for rank in failed if rank.ended_by_us and (rank.traceback or rank.shown)]
+        if stuck and all(_is_echo(rank) for rank in own):
+            return stuck[0]  # its exception ended the program, but a thread of it lived on
+        return min(own or failed, key=lambda rank: (_is_echo(rank), rank.failed_at, rank.number))
 
     def _show(self, rank: Rank) -> None:
         for line in rank.traceback:
