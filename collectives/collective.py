@@ -13,8 +13,8 @@ from collectives.arguments import Flat
 from collectives.backend import Backend, Pending
 from collectives.schedules import SCHEDULES
 from collectives.schedules.arithmetic import Arithmetic, accumulation_dtype
-from collectives.schedules.executor import Chunks, Memory, Post, Posted, execute
-from collectives.schedules.round import Round, Schedule
+from collectives.schedules.executor import Chunks, Memory, Plan, Post, Posted, Scratch, execute
+from collectives.schedules.round import Schedule
 from collectives.types import ReduceOp
 
 Algorithm: TypeAlias = "str | Schedule | None"
@@ -22,7 +22,7 @@ NATIVE = "native"
 
 # From here on the ring's neighbours-only traffic pays for its many rounds.
 _RING_FROM_BYTES = 32 * 1024
-_FALLBACK = {"broadcast": "tree", "reduce": "direct", "all_to_all": "pairwise"}
+_FALLBACK = {"broadcast": "tree", "all_to_all": "pairwise", "barrier": "dissemination"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class Collective:
         details += [f"root {self.root}"] if self.root is not None else []
         return f"{self.operation} ({', '.join(details)})"
 
-    def steps(self, backend: Backend, choice: str | Schedule, post: Post, flats: Sequence[Flat]) -> Iterator[Posted]:
+    def steps(
+        self, backend: Backend, choice: str | Schedule, post: Post, scratch: Scratch, flats: Sequence[Flat]
+    ) -> Iterator[Posted]:
         """Everything from placing this rank's own part to the caller's elements being written."""
         arithmetic = Arithmetic(self.op or ReduceOp.SUM, self.dtype, backend.size)
         if choice == NATIVE:
@@ -65,10 +67,11 @@ class Collective:
             if self.own is not None and self.own[0].data_ptr() != self.own[1].data_ptr():
                 self.own[0].copy_(self.own[1])
             if backend.size > 1:
-                rounds = plan(_schedule(self.operation, choice), backend.rank, backend.size, self.root)
+                schedule = choice if callable(choice) else SCHEDULES[self.operation, choice].schedule
+                planned = plan(schedule, backend.rank, backend.size, self.root)
                 acc_dtype = accumulation_dtype(self.dtype) if self.op is not None else self.dtype
-                memory = Memory(backend.size, self.input, self.output, self.dtype, acc_dtype, backend.device)
-                yield from execute(rounds, memory, arithmetic, post)
+                memory = Memory(backend.size, self.input, self.output, self.dtype, acc_dtype, backend.device, scratch)
+                yield from execute(planned, memory, arithmetic, post)
             elif self.own is None and self.input is not None and self.output is not None:
                 self.output.tensor.copy_(self.input.tensor)
         for flat in flats:
@@ -77,7 +80,8 @@ class Collective:
     def _native(self, backend: Backend) -> Pending:
         if self.operation == "barrier":
             return backend._barrier()
-        assert self.input is not None and self.output is not None
+        assert self.input is not None
+        assert self.output is not None
         output, input = self.output.tensor, self.input.tensor
         if self.root is not None:
             return backend._broadcast(output, self.root)
@@ -99,18 +103,9 @@ class Collective:
 
 
 @lru_cache(maxsize=4096)
-def plan(schedule: Schedule, rank: int, size: int, root: int | None) -> tuple[Round, ...]:
-    """A schedule's rounds. Schedules are pure, so they are kept."""
-    return tuple(schedule(rank, size) if root is None else schedule(rank, size, root))
-
-
-def _schedule(operation: str, choice: str | Schedule) -> Schedule:
-    return choice if callable(choice) else SCHEDULES[_family(operation), choice].schedule
-
-
-def _family(operation: str) -> str:
-    """A barrier is done when a byte from everyone has come."""
-    return "all_gather" if operation == "barrier" else operation
+def plan(schedule: Schedule, rank: int, size: int, root: int | None) -> Plan:
+    """A schedule's rounds for a rank. Schedules are pure, so plans are kept."""
+    return Plan.of(schedule(rank, size) if root is None else schedule(rank, size, root))
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ class Selection:
 
     def choose(self, call: Collective, algorithm: Algorithm) -> str | Schedule:
         """The schedule's name or generator, or ``NATIVE``. Raises ``ValueError`` for a name that does not exist."""
-        operation = _family(call.operation)
+        operation = call.operation
         if callable(algorithm):
             return algorithm
         if algorithm is not None:

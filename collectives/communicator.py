@@ -32,7 +32,7 @@ from collectives.control import Control
 from collectives.errors import CommClosedError, CommError
 from collectives.operation import Engine, Operation, Polling, Progress
 from collectives.schedules.arithmetic import check_reducible
-from collectives.schedules.executor import Chunks, Post, Posted
+from collectives.schedules.executor import Chunks, Post, Posted, Scratch
 from collectives.statistics import Row, Statistics, Stats
 from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
 
@@ -89,6 +89,7 @@ class Communicator:
         self._transport = backend
         self._layers = tuple(layers)
         self._selection = Selection(backend, ring="ring" in layers, default=algorithm)
+        self._scratch = Scratch()  # collectives run one at a time
         self._statistics = Statistics()
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -265,11 +266,10 @@ class Communicator:
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Done when every rank has called it."""
-        cuts = list(range(self.world_size + 1))
-        token = torch.zeros(self.world_size, dtype=torch.uint8, device=self._transport.device)
-        tokens = Chunks(token, cuts)
-        own = Chunks(tokens.view(self.rank), cuts, self.rank)
-        return self._collective(Collective("barrier", torch.uint8, own, tokens), [], async_op=async_op, timeout=timeout)
+        token = torch.empty(self.world_size, dtype=torch.uint8, device=self._transport.device)
+        tokens = Chunks(token, range(self.world_size + 1))
+        call = Collective("barrier", torch.uint8, tokens, tokens)
+        return self._collective(call, [], async_op=async_op, timeout=timeout)
 
     # Point to point
 
@@ -495,7 +495,7 @@ class Communicator:
             row.sent_bytes += call.least_bytes(self.world_size, self.rank)
         steps: Iterator[Posted] = iter(())
         if call.numel:
-            steps = call.steps(self._transport, choice, self._poster(row, _SCHEDULE_TAG), flats)
+            steps = call.steps(self._transport, choice, self._poster(row, _SCHEDULE_TAG), self._scratch, flats)
         what = f"{call} by {choice if isinstance(choice, str) else choice.__name__}"
         return self._start(what, steps, row, async_op, timeout)
 

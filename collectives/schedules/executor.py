@@ -7,7 +7,7 @@ that: by polling, or by blocking with a deadline. So it serves both kinds of tra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ from collectives.schedules.arithmetic import Arithmetic
 from collectives.schedules.round import ACC, IN, OUT, RX, Buf, Round, Span
 from collectives.types import P2P
 
-# Small enough that a segment is still in the cache when it is added, large enough that a message's fixed cost is small.
+# A segment is small enough to be still in the cache when it is added, and large enough to outweigh a message's fixed
+# cost; LANES of them are under way at a time.
 SEGMENT_BYTES = 512 * 1024
+LANES = 8
 
 
 class Posted(NamedTuple):
@@ -48,9 +50,45 @@ def even_cuts(numel: int, size: int) -> list[int]:
     return [chunk * small + min(chunk, longer) for chunk in range(size + 1)]
 
 
+class Plan(NamedTuple):
+    """A schedule's rounds for one rank, and what executing them takes: scratch slots; whether all spans are chunks."""
+
+    rounds: tuple[Round, ...]
+    slots: dict[Buf, int]
+    chunkwise: bool
+
+    @classmethod
+    def of(cls, rounds: Iterable[Round]) -> Plan:
+        rounds = tuple(rounds)
+        spans = [
+            span
+            for round in rounds
+            for span in (
+                *(span for _, span in (*round.sends, *round.recvs)),
+                *(span for total in round.then for span in (total.into, *total.terms)),
+            )
+        ]
+        slots = {buf: max((s.first + s.count for s in spans if s.buf is buf), default=0) for buf in (ACC, RX)}
+        return cls(rounds, slots, all(span.count == 1 for span in spans))
+
+
+class Scratch:
+    """Memory that executions use one after the other, grown to what the largest needed."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Buf, torch.Tensor] = {}
+
+    def take(self, buf: Buf, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """``numel`` uninitialised elements, the same memory each time."""
+        block = self._blocks.get(buf)
+        if block is None or block.numel() < numel * dtype.itemsize:
+            block = self._blocks[buf] = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=device)
+        return block[: numel * dtype.itemsize].view(dtype)
+
+
 @dataclass
 class Memory:
-    """The four buffers of one execution. Scratch slots are made when first written, as long as the longest chunk."""
+    """The four buffers of one execution. ``input`` and ``output`` are None where a rank has none."""
 
     size: int
     input: Chunks | None
@@ -58,148 +96,188 @@ class Memory:
     dtype: torch.dtype
     acc_dtype: torch.dtype
     device: torch.device
-    lengths: dict[tuple[Buf, int], int] = field(default_factory=dict)
-    slots: dict[tuple[Buf, int], torch.Tensor] = field(default_factory=dict)
+    scratch: Scratch = field(default_factory=Scratch)
 
-    def __post_init__(self) -> None:
+    @property
+    def longest(self) -> int:
+        """Elements in the longest chunk."""
         tables = [chunks.cuts for chunks in (self.input, self.output) if chunks is not None]
-        self.longest = max((b - a for cuts in tables for a, b in itertools.pairwise(cuts)), default=0)
+        return max((b - a for cuts in tables for a, b in itertools.pairwise(cuts)), default=0)
 
-    def length(self, buf: Buf, chunk: int) -> int | None:
-        """Elements in a chunk; None for scratch that nothing was put into."""
-        chunks = self.input if buf is IN else self.output if buf is OUT else None
-        if chunks is not None:
-            return chunks.cuts[chunk + 1] - chunks.cuts[chunk]
-        return self.lengths.get((buf, chunk))
+    def chunks(self, buf: Buf) -> Chunks:
+        chunks = self.input if buf is IN else self.output
+        assert chunks is not None, f"the schedule uses {buf.name}, which this rank does not have"
+        return chunks
 
-    def chunk(self, buf: Buf, chunk: int) -> torch.Tensor:
-        if buf is IN or buf is OUT:
-            chunks = self.input if buf is IN else self.output
-            assert chunks is not None, f"{buf.name} does not exist on this rank"
-            return chunks.view(chunk)
-        if (buf, chunk) not in self.slots:
-            dtype = self.acc_dtype if buf is ACC else self.dtype
-            self.slots[buf, chunk] = torch.empty(self.longest, dtype=dtype, device=self.device)
-        return self.slots[buf, chunk][: self.lengths[buf, chunk]]
 
-    def views(self, span: Span) -> list[torch.Tensor]:
-        """A span's chunks, neighbours in memory joined."""
-        if span.count == 1:
-            return [self.chunk(span.buf, span.first % self.size)]
+class _Resolver:
+    """Spans to tensors. Scratch slots are ``stride`` elements apart, and as long as what was last put there."""
+
+    def __init__(self, plan: Plan, memory: Memory, stride: int) -> None:
+        self._memory = memory
+        self._stride = stride
+        self._lengths: dict[tuple[Buf, int], int] = {}
+        dtypes = {ACC: memory.acc_dtype, RX: memory.dtype}
+        self._blocks = {
+            buf: memory.scratch.take(buf, slots * stride, dtypes[buf], memory.device)
+            for buf, slots in plan.slots.items()
+            if slots
+        }
+
+    def places(self, span: Span) -> list[tuple[Buf, int]]:
+        wraps = span.buf in (IN, OUT)
+        return [
+            (span.buf, (span.first + i) % self._memory.size if wraps else span.first + i) for i in range(span.count)
+        ]
+
+    def length(self, place: tuple[Buf, int]) -> int:
+        buf, chunk = place
+        if buf in (IN, OUT):
+            cuts = self._memory.chunks(buf).cuts
+            return cuts[chunk + 1] - cuts[chunk]
+        return self._lengths[place]
+
+    def tensor(self, place: tuple[Buf, int]) -> torch.Tensor:
+        """A chunk; of scratch what was last put there."""
+        buf, chunk = place
+        if buf in (IN, OUT):
+            return self._memory.chunks(buf).view(chunk)
+        return self.slot(place)[: self._lengths[place]]
+
+    def slot(self, place: tuple[Buf, int]) -> torch.Tensor:
+        """A scratch slot, used or not."""
+        buf, slot = place
+        return self._blocks[buf][slot * self._stride :][: self._stride]
+
+    def joined(self, span: Span) -> list[torch.Tensor]:
+        """A span's chunks, neighbours in memory as one tensor."""
         joined: list[torch.Tensor] = []
-        for chunk in (self.chunk(span.buf, (span.first + i) % self.size) for i in range(span.count)):
-            if joined and joined[-1].data_ptr() + joined[-1].nbytes == chunk.data_ptr() and span.buf in (IN, OUT):
-                joined[-1] = joined[-1].as_strided((joined[-1].numel() + chunk.numel(),), (1,))
+        for tensor in map(self.tensor, self.places(span)):
+            if joined and joined[-1].data_ptr() + joined[-1].nbytes == tensor.data_ptr():
+                joined[-1] = joined[-1].as_strided((joined[-1].numel() + tensor.numel(),), (1,))
             else:
-                joined.append(chunk)
+                joined.append(tensor)
         return joined
 
-
-class Message(NamedTuple):
-    """One message: where it lies, and what it is packed from or unpacked into if that is not one piece."""
-
-    sends: bool
-    peer: int
-    wire: torch.Tensor
-    pieces: list[torch.Tensor]
-
-
-class Step(NamedTuple):
-    """A round, its spans resolved to tensors."""
-
-    messages: list[Message]
-    sums: list[tuple[torch.Tensor, list[torch.Tensor], bool]]  # into, terms, whether into is OUT
-
-    def post(self, segment: slice, post: Post) -> Posted | None:
-        """Start this round's messages, one segment of each; None where all of them end before it."""
-        ops = [P2P(message.sends, message.wire[segment], message.peer) for message in self.messages]
-        ops = [op for op in ops if op.tensor.numel()]
-        return post(ops) if ops else None
-
-    def add(self, segment: slice, arithmetic: Arithmetic) -> None:
-        for into, terms, is_out in self.sums:
-            if into[segment].numel():
-                arithmetic.combine(into[segment], [term[segment] for term in terms], is_out)
-
-    def unpack(self) -> None:
-        for message in self.messages:
-            if not message.sends and len(message.pieces) > 1:
-                parts = torch.split(message.wire, [piece.numel() for piece in message.pieces])
-                for piece, part in zip(message.pieces, parts, strict=True):
-                    piece.copy_(part)
-
-
-def _measure(round: Round, memory: Memory) -> dict[tuple[Buf, int], int]:
-    """The lengths that this round's sums give to scratch: what is received for them, and what they write."""
-    received = {(s.buf, (s.first + i) % memory.size) for _, s in round.recvs for i in range(s.count)}
-    found: dict[tuple[Buf, int], int] = {}
-    for total in round.then:
-        for i in range(total.into.count):
-            places = [(span.buf, (span.first + i) % memory.size) for span in (total.into, *total.terms)]
-            known = [memory.length(*p) for p in places[:1] if p[0] in (IN, OUT)]
-            known += [found.get(p, None if p in received else memory.length(*p)) for p in places[1:]]
-            length = next(n for n in known if n is not None)
-            found.update((place, length) for place in places if place[0] in (ACC, RX))
-    return found
-
-
-def _resolve(round: Round, memory: Memory) -> Step:
-    messages = [_message(True, peer, memory.views(span)) for peer, span in round.sends]
-    memory.lengths.update(_measure(round, memory))
-    messages += [_message(False, peer, memory.views(span)) for peer, span in round.recvs]
-    sums = []
-    for total in round.then:
-        for i in range(total.into.count):
-            into, *terms = (
-                memory.chunk(span.buf, (span.first + i) % memory.size) for span in (total.into, *total.terms)
-            )
-            sums.append((into, terms, total.into.buf is OUT))
-    return Step(messages, sums)
-
-
-def _message(sends: bool, peer: int, pieces: list[torch.Tensor]) -> Message:
-    if len(pieces) == 1:
-        return Message(sends, peer, pieces[0], pieces)
-    wire = torch.cat(pieces) if sends else pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    return Message(sends, peer, wire, pieces)
+    def measure(self, round: Round) -> None:
+        """Learn from a round's sums how long its scratch will be: what is received for them, and what they write."""
+        received = {place for _, span in round.recvs for place in self.places(span)}
+        found: dict[tuple[Buf, int], int] = {}
+        for total in round.then:
+            for into, *terms in zip(*map(self.places, (total.into, *total.terms)), strict=True):
+                known = [into] if into[0] in (IN, OUT) else []
+                known += [term for term in terms if term in found or term not in received]
+                length = found[known[0]] if known[0] in found else self.length(known[0])
+                found.update((place, length) for place in (into, *terms) if place[0] in (ACC, RX))
+        self._lengths.update(found)
 
 
 def execute(
-    rounds: Sequence[Round], memory: Memory, arithmetic: Arithmetic, post: Post, segment_bytes: int = SEGMENT_BYTES
+    plan: Plan, memory: Memory, arithmetic: Arithmetic, post: Post, segment_bytes: int = SEGMENT_BYTES
 ) -> Iterator[Posted]:
-    """Carry out ``rounds`` over ``memory``. Yields what must be done before it continues.
-
-    Where every span is one chunk, segment j of a round depends only on segment j of the rounds before, so it is posted
-    as soon as that one is done: a ring then keeps sending, receiving and adding at the same time.
-    """
+    """Carry out a schedule over ``memory``. Yields what must be done before it continues."""
     elements = max(1, segment_bytes // memory.acc_dtype.itemsize)
-    if memory.longest > elements and all(_one_chunk(round) for round in rounds):
-        segments = _segments(memory.longest, elements)
-        steps = [_resolve(round, memory) for round in rounds]
-        flying = [steps[0].post(segment, post) for segment in segments]
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
-            for j, segment in enumerate(segments):
-                if (posted := flying[j]) is not None:
+    longest = memory.longest
+    if plan.chunkwise and longest > elements:
+        return _in_lanes(plan, memory, arithmetic, post, elements, longest)
+    return _round_by_round(plan, memory, arithmetic, post, elements, longest)
+
+
+class _Segmented(NamedTuple):
+    """A chunk to be cut into segments. In scratch a lane's segments follow each other in one place."""
+
+    tensor: torch.Tensor
+    length: int
+    scratch: bool
+
+    def cut(self, j: int, elements: int) -> torch.Tensor:
+        start = j % LANES * elements if self.scratch else j * elements
+        return self.tensor[start : start + max(0, min(elements, self.length - j * elements))]
+
+
+class _Step(NamedTuple):
+    """A round, its spans resolved."""
+
+    messages: list[tuple[bool, int, _Segmented]]  # sends, peer, what
+    sums: list[tuple[_Segmented, list[_Segmented], bool]]  # into, terms, whether into is OUT
+
+
+def _in_lanes(
+    plan: Plan, memory: Memory, arithmetic: Arithmetic, post: Post, elements: int, longest: int
+) -> Iterator[Posted]:
+    """Where every span is one chunk, segment j of a round depends only on segment j of the rounds before.
+
+    So segments go through the rounds in LANES, each posted as soon as it is done with the round before: a ring keeps
+    sending, receiving and adding at the same time, in scratch that stays in the cache. All ranks post in one order.
+    """
+    resolver = _Resolver(plan, memory, min(longest, LANES * elements))
+
+    def resolve(span: Span) -> _Segmented:
+        (place,) = resolver.places(span)
+        length = resolver.length(place)
+        if span.buf in (IN, OUT):
+            return _Segmented(resolver.tensor(place), length, False)
+        return _Segmented(resolver.slot(place), length, True)
+
+    steps = []
+    for round in plan.rounds:
+        messages = [(True, peer, resolve(span)) for peer, span in round.sends]
+        resolver.measure(round)
+        messages += [(False, peer, resolve(span)) for peer, span in round.recvs]
+        sums = [(resolve(t.into), [resolve(term) for term in t.terms], t.into.buf is OUT) for t in round.then]
+        steps.append(_Step(messages, sums))
+
+    def start(k: int, j: int) -> Posted | None:
+        ops = [P2P(sends, what.cut(j, elements), peer) for sends, peer, what in steps[k].messages]
+        ops = [op for op in ops if op.tensor.numel()]
+        return post(ops) if ops else None
+
+    segments = -(-longest // elements)
+    flying = [start(0, lane) for lane in range(min(LANES, segments))]
+    for first in range(0, segments, LANES):
+        for k, step in enumerate(steps):
+            for j in range(first, min(first + LANES, segments)):
+                if (posted := flying[j % LANES]) is not None:
                     yield posted
-                step.add(segment, arithmetic)
-                flying[j] = following.post(segment, post) if following is not None else None
-        return
-    for round in rounds:
-        step = _resolve(round, memory)
-        longest = max([m.wire.numel() for m in step.messages] + [into.numel() for into, _, _ in step.sums], default=0)
-        segments = _segments(longest, elements)
-        for posted in [step.post(segment, post) for segment in segments]:
-            if posted is not None:
-                yield posted
-        step.unpack()
-        for segment in segments:
-            step.add(segment, arithmetic)
+                for into, terms, is_out in step.sums:
+                    target = into.cut(j, elements)
+                    if target.numel():
+                        arithmetic.combine(target, [term.cut(j, elements) for term in terms], is_out)
+                following = (k + 1, j) if k + 1 < len(steps) else (0, j + LANES)
+                flying[j % LANES] = start(*following) if following[1] < segments else None
 
 
-def _segments(longest: int, elements: int) -> list[slice]:
-    return [slice(start, start + elements) for start in range(0, longest, elements)]
+def _round_by_round(
+    plan: Plan, memory: Memory, arithmetic: Arithmetic, post: Post, elements: int, longest: int
+) -> Iterator[Posted]:
+    """Where spans are several chunks, or nothing is worth cutting: all of a round's messages, then its sums.
 
-
-def _one_chunk(round: Round) -> bool:
-    spans = [span for _, span in (*round.sends, *round.recvs)] + [total.into for total in round.then]
-    return all(span.count == 1 for span in spans)
+    A message that is not in one piece in memory is packed and unpacked.
+    """
+    resolver = _Resolver(plan, memory, longest)
+    for round in plan.rounds:
+        ops = []
+        for peer, span in round.sends:
+            pieces = resolver.joined(span)
+            ops.append(P2P(True, pieces[0] if len(pieces) == 1 else torch.cat(pieces), peer))
+        resolver.measure(round)
+        unpack = []
+        for peer, span in round.recvs:
+            pieces = resolver.joined(span)
+            wire = pieces[0] if len(pieces) == 1 else pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+            ops.append(P2P(False, wire, peer))
+            if len(pieces) > 1:
+                unpack.append((wire, pieces))
+        ops = [op for op in ops if op.tensor.numel()]
+        if ops:
+            yield post(ops)
+        for wire, pieces in unpack:
+            for piece, part in zip(pieces, torch.split(wire, [piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(part)
+        for total in round.then:
+            for into, *terms in zip(*map(resolver.places, (total.into, *total.terms)), strict=True):
+                target, sources = resolver.tensor(into), [resolver.tensor(term) for term in terms]
+                # In cache-sized parts, because each addition reads again what the one before wrote.
+                for start in range(0, target.numel(), elements):
+                    cut = slice(start, start + elements)
+                    arithmetic.combine(target[cut], [source[cut] for source in sources], into[0] is OUT)

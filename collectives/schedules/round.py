@@ -16,8 +16,8 @@ class Buf(enum.Enum):
 
     IN and OUT are the caller's tensors, cut into ``size`` chunks (where a rank owns only one chunk, that is chunk
     ``rank``). In an all_reduce they are one tensor: chunk c of OUT may be written only when IN's is no longer needed.
-    ACC and RX are scratch of ``size`` slots. A slot is as long as what was last put there; ACC is in the accumulation
-    dtype (float32 for 16-bit floats), RX in the tensor's own.
+    ACC and RX are scratch, as many slots as the schedule uses. A slot is as long as what was last put there; ACC is in
+    the accumulation dtype (float32 for 16-bit floats), RX in the tensor's own.
     """
 
     IN = "in"
@@ -30,7 +30,7 @@ IN, OUT, ACC, RX = Buf.IN, Buf.OUT, Buf.ACC, Buf.RX
 
 
 class Span(NamedTuple):
-    """``count`` chunks from chunk ``first`` on, both modulo the world size."""
+    """``count`` chunks from chunk ``first`` on; in IN and OUT modulo the world size."""
 
     buf: Buf
     first: int
