@@ -49,7 +49,7 @@ def open_store(
         is_server: whether this process serves the store.
         world_size: how many ranks will use it.
         timeout: seconds to wait for the server, and later for a key.
-        listen_fd: server only: a bound and listening socket to use instead of ``host`` and ``port``; the store owns
+        listen_fd: server only: a bound and listening socket, whose port is used instead of ``port``; the store owns
             it afterwards.
         prefix: separates the keys of jobs that share a store.
 

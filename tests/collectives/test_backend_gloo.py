@@ -1,0 +1,185 @@
+"""gloo at the seam, its ranks being threads of this process, and the key-value store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives import P2P, Communicator, ReduceOp
+from collectives.backend import Backend, Bootstrap
+from collectives.backends.torch_dist import create_gloo, create_nccl, local_store, open_store, store_port
+from collectives.errors import CommError, CommTimeoutError, PeerLostError, RendezvousError, UnsupportedError
+from collectives.types import RankInfo
+from tests.collectives import seam
+
+
+def on_threads(size: int, law: Callable[[Backend], Any]) -> list[Any]:
+    """``law(backend)`` on ``size`` ranks; results by rank, or the first failure."""
+    store = local_store()
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        try:
+            info = RankInfo(rank=rank, world_size=size)
+            backend = create_gloo(Bootstrap(info, torch.device("cpu"), 20.0, lambda: store))
+            results[rank] = law(backend)
+            backend._close()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank hangs"
+    if failures:
+        raise failures[0]
+    return results
+
+
+@pytest.mark.parametrize("law", seam.LAWS)
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.full)])
+def test_law(law: Callable[[Backend], None], size: int) -> None:
+    on_threads(size, law)
+
+
+def test_run_over_gloo() -> None:
+    def total(comm: Communicator) -> float:
+        tensor = torch.full((5,), comm.rank + 1.0)
+        comm.all_reduce(tensor)
+        return float(tensor[4])
+
+    assert collectives.run(total, n=3, backend="gloo") == [6.0] * 3
+
+
+def failure_of(wait: Callable[[], None]) -> CommError:
+    with pytest.raises(CommError) as caught:
+        wait()
+    return caught.value
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_kill_wakes_whoever_waits(native: bool) -> None:
+    """The peer of the killed rank is told as well, through the closed connection."""
+
+    def law(backend: Backend) -> CommError:
+        tensor = torch.ones(3)
+        if backend.rank == 2:  # present, but never answers
+            time.sleep(1.0)
+            return CommError()
+        peer = 2 if backend.rank == 0 else 0
+        pending = backend._all_reduce(tensor, ReduceOp.SUM) if native else backend._post([P2P.recv(tensor, peer)], 0)
+        if backend.rank == 0:
+            threading.Timer(0.2, backend._kill).start()
+        return failure_of(lambda: pending.wait(0, time.monotonic() + 20))
+
+    killed, peer, _ = on_threads(3, law)
+    assert not isinstance(killed, CommTimeoutError)
+    assert "stopped" in str(killed)
+    assert isinstance(peer, PeerLostError)
+    assert native or peer.rank == 0
+
+
+def test_an_expired_wait_is_a_time_out() -> None:
+    def law(backend: Backend) -> CommError | None:
+        if backend.rank == 1:
+            time.sleep(1.0)
+            return None
+        pending = backend._post([P2P.recv(torch.empty(1), 1)], 0)
+        return failure_of(lambda: pending.wait(0, time.monotonic() + 0.2))
+
+    error, _ = on_threads(2, law)
+    assert isinstance(error, CommTimeoutError)
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_peers_that_do_not_come() -> None:
+    store = local_store()
+    bootstrap = Bootstrap(RankInfo(rank=0, world_size=2), torch.device("cpu"), 0.5, lambda: store)
+    with pytest.raises(RendezvousError, match="rank 0 expected to connect to 1 peers"):
+        create_gloo(bootstrap)
+
+
+def listening_addresses() -> set[str]:
+    """The local addresses at which this process listens on TCP."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(str(link.readlink()))
+        except FileNotFoundError:  # the descriptor of this very listing
+            continue
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def test_one_host_listens_on_loopback_only() -> None:
+    before = listening_addresses()
+    store = open_store("127.0.0.1", 0, is_server=True, world_size=1, timeout=5.0)
+    backend = create_gloo(Bootstrap(RankInfo(), torch.device("cpu"), 5.0, lambda: store))
+    assert listening_addresses() - before <= {"0100007F"}
+    backend._close()
+
+
+# The store
+
+
+def test_store_at_any_free_port() -> None:
+    server = open_store("127.0.0.1", 0, is_server=True, world_size=2, timeout=5.0)
+    port = store_port(server)
+    client = open_store("127.0.0.1", port, is_server=False, world_size=2, timeout=5.0, prefix="job")
+    client.set("key", "value")
+    assert server.get("job/key") == b"value"
+    assert store_port(client) == port
+
+
+def test_store_on_a_given_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        server = open_store("127.0.0.1", 0, is_server=True, world_size=1, timeout=5.0, listen_fd=listener.detach())
+    assert store_port(server) == port
+    client = open_store("127.0.0.1", port, is_server=False, world_size=1, timeout=5.0)
+    client.set("key", "value")
+    assert server.get("key") == b"value"
+
+
+def test_busy_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}.*in use"):
+            open_store("127.0.0.1", port, is_server=True, world_size=1, timeout=20.0)
+
+
+def test_nobody_serves() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with pytest.raises(RendezvousError, match=f"127.0.0.1:{port} within 0.5 s"):
+        open_store("127.0.0.1", port, is_server=False, world_size=2, timeout=0.5)
+
+
+def test_a_listener_that_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}.*did not answer"):
+            open_store("127.0.0.1", port, is_server=False, world_size=2, timeout=1.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_without_a_gpu_says_what_to_do() -> None:
+    bootstrap = Bootstrap(RankInfo(), torch.device("cpu"), 5.0, local_store)
+    with pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*use backend 'gloo'"):
+        create_nccl(bootstrap)
