@@ -225,7 +225,8 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> _Claim | None:
     if launcher is SLURM and not slurm.in_step(environ):
         return None
     names = {part: next((n for n in getattr(launcher, part) if n in environ), None) for part in _PARTS}
-    used = {name: environ[name] for name in names.values() if name is not None}
+    read = [name for name in (*launcher.marker, *names.values()) if name is not None]
+    used = {name: environ[name] for name in read}
     values = {part: int(used[name]) if name and used[name].isdigit() else None for part, name in names.items()}
     return _Claim(launcher, used, **values)
 
@@ -234,7 +235,8 @@ def _checked(claim: _Claim, environ: Mapping[str, str]) -> _Claim:
     """The claim, or ``RendezvousError`` where its variables are incomplete or make no sense."""
     launcher = claim.launcher
     for name in claim.used:
-        _number(environ, name)
+        if name not in launcher.marker:
+            _number(environ, name)
     if claim.rank is None or (claim.size is None and launcher.size):
         missing = (launcher.rank if claim.rank is None else launcher.size)[0]
         raise RendezvousError(f"{claim} lacks {missing}: set both, or neither")

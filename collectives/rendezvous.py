@@ -34,7 +34,7 @@ from collectives.meeting import (
 )
 from collectives.types import RankInfo
 
-__all__ = ["Plan", "init", "plan", "resolve"]
+__all__ = ["Plan", "environment", "init", "plan", "resolve"]
 
 _log = logging.getLogger("collectives")
 
@@ -91,7 +91,7 @@ def init(
         raise ValueError(f"expected positive seconds, found timeout={timeout}, setup_timeout={setup_timeout}")
     if validate:
         raise UnsupportedError("validate=True is not available yet; leave it out")
-    environ = dict(os.environ)
+    environ = environment()
     chosen = plan(
         environ,
         backend,
@@ -129,6 +129,11 @@ def init(
     if info.world_size > 1:
         _abort_on_uncaught(comm)
     return comm
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process, as they are now."""
+    return dict(os.environ)
 
 
 def _abort_on_uncaught(comm: Communicator) -> None:

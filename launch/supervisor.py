@@ -203,6 +203,11 @@ class Job:
                 how = "was ended" if rank.ended_by_us else _how(rank)
                 self._say(f"rank {rank.number} {how}, after rank {first.number}")
         self._show(first)
+        if first.ended_by_us:
+            self._say(
+                f"rank {first.number} of {self._size} failed: an exception ended its program, but not its process"
+            )
+            return 1
         self._say(f"rank {first.number} of {self._size} failed: it {_how(first)}")
         assert first.status is not None
         return first.status if first.status > 0 else 128 - first.status
