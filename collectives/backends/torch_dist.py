@@ -230,12 +230,13 @@ class GlooBackend(Backend):
 
     def _kill(self) -> None:
         self._killed.set()
-        if self.size == 1 or self._group is None:
+        group = self._group
+        if self.size == 1 or group is None:
             return
         # An expired receive is the only thing that makes gloo close its connections, which wakes every waiter here
         # and, through the closed sockets, on the peers. Nobody sends with this tag, so it always expires.
         with contextlib.suppress(RuntimeError):
-            receive = self._group.recv([torch.empty(1)], (self.rank + 1) % self.size, self.max_tag + 1)
+            receive = group.recv([torch.empty(1)], (self.rank + 1) % self.size, self.max_tag + 1)
             receive.wait(timedelta(milliseconds=1))
 
     def _close(self) -> None:
@@ -258,14 +259,19 @@ class _NcclPending:
         self._tensors = tensors  # NCCL works on a stream of its own: the memory must outlive the launch
 
     def poll(self) -> bool:
-        done: bool = self._work.is_completed()
-        self._backend._check()
-        return done
+        if self._backend._killed.is_set():
+            raise self._backend._failure("the transport was stopped")
+        if not self._work.is_completed():
+            return False
+        self.wait(0, 0.0)  # also raises what went wrong
+        return True
 
     def wait(self, i: int, deadline: float) -> None:
         """Order the current stream behind the work. The host does not block, so ``deadline`` cannot pass here."""
-        self._work.wait()
-        self._backend._check()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._backend._failure(_first_line(error)) from error
 
 
 class NcclBackend(Backend):
@@ -343,19 +349,12 @@ class NcclBackend(Backend):
             with torch.cuda.device(self.device):
                 return _NcclPending(self, launch(), tensors)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self._failure(_first_line(error)) from error
 
-    def _check(self) -> None:
-        if self._killed.is_set():
-            raise CommError(f"rank {self.rank}, nccl: the transport was stopped")
-        state = self._group.get_error()
-        if state.name != "SUCCESS":
-            raise PeerLostError(f"rank {self.rank}, nccl: the library reports {state.name}; see the peers' output")
-
-    def _failure(self, error: RuntimeError) -> CommError:
+    def _failure(self, text: str) -> CommError:
         if self._killed.is_set():
             return CommError(f"rank {self.rank}, nccl: the transport was stopped")
-        return PeerLostError(f"rank {self.rank}, nccl: {_first_line(error)}; see the peers' output")
+        return PeerLostError(f"rank {self.rank}, nccl: {text}; see the peers' output")
 
     def _split(self, members: Sequence[int], name: str) -> Backend:
         return NcclBackend(
