@@ -47,7 +47,7 @@ class TrainConfig:
 
     strategy: str = "fsdp"
     data: tuple[str, ...] = ()
-    steps: int = 1000
+    steps: int = 800
     batch_size: int = 12
     lr: float = 4e-3
     clip: float = 1.0
