@@ -21,24 +21,26 @@ def doubling_all_reduce(rank: int, size: int) -> Iterator[Round]:
     more; n is the whole tensor, p the world size, alpha the latency of a message, beta the time to send and gamma the
     time to add one element.
     """
-    paired = 1 << (size.bit_length() - 1)
-    helper, guest = (rank - paired, rank + paired) if size > paired else (-1, size)
-    total, arriving = Span(IN, 0, size), Span(RX, 0, size)
-    result, partial, next_arriving = Span(OUT, 0, size), Span(ACC, 0, size), Span(ACC, size, size)
+    steps = [1 << k for k in range(size.bit_length() - 1)]
+    paired = 1 << len(steps)
+    total, arriving, result = Span(IN, 0, size), Span(RX, 0, size), Span(OUT, 0, size)
+    if rank >= paired:
+        yield Round(sends=((rank - paired, total),))
+        yield from (Round() for _ in steps)
+        yield Round(recvs=((rank - paired, result),))
+        return
+    guest, sums, sums_arriving = rank + paired, Span(ACC, 0, size), Span(ACC, size, size)
     if size > paired:
-        if helper >= 0:
-            yield Round(sends=((helper, total),))
-        elif guest < size:
-            yield Round(recvs=((guest, arriving),), then=(Sum(partial, (total, arriving)),))
+        if guest < size:
+            yield Round(recvs=((guest, arriving),), then=(Sum(sums, (total, arriving)),))
         else:
-            yield Round(then=(Sum(partial, (total,)),))
-        total, arriving = partial, next_arriving
-    distance = 1
-    while distance < paired:
-        peer, into = rank ^ distance, partial if 2 * distance < paired else result
+            yield Round(then=(Sum(sums, (total,)),))
+        total, arriving = sums, sums_arriving
+    for distance in steps:
+        peer = rank ^ distance
         terms = (total, arriving) if rank < peer else (arriving, total)
-        add = Sum(into, terms)
-        yield Round() if helper >= 0 else Round(((peer, total),), ((peer, arriving),), (add,))
-        total, arriving, distance = partial, next_arriving, 2 * distance
+        add = Sum(sums if 2 * distance < paired else result, terms)
+        yield Round(sends=((peer, total),), recvs=((peer, arriving),), then=(add,))
+        total, arriving = sums, sums_arriving
     if size > paired:
-        yield Round(sends=((guest, result),) if guest < size else (), recvs=((helper, result),) if helper >= 0 else ())
+        yield Round(sends=((guest, result),)) if guest < size else Round()

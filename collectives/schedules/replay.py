@@ -164,8 +164,11 @@ class Rank:
 
     def _places(self, span: Span) -> list[Place]:
         buf, first, count = span
-        size = self.task.size if buf is IN or buf is OUT else 2 * self.task.size
-        return [(buf, (first + i) % size) for i in range(count)]
+        if buf is IN or buf is OUT:
+            return [(buf, (first + i) % self.task.size) for i in range(count)]
+        if first < 0:
+            raise self.error(first, f"names {_name(span)}; scratch slots count from 0")
+        return [(buf, first + i) for i in range(count)]
 
     def _memory(self, span: Span) -> list[Place]:
         """The span's places, those of IN under the name of OUT where the two are one tensor."""

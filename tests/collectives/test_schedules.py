@@ -282,6 +282,11 @@ def test_scratch_of_unknown_length_is_named() -> None:
     )
 
 
+def test_a_scratch_slot_below_0_is_named() -> None:
+    below = mutant(SCATTER, at(2, 0, recvs=((1, Span(RX, -1)),)))
+    assert complaint(below, "reduce_scatter") == "round 0, rank 2, chunk -1: names RX[-1]; scratch slots count from 0"
+
+
 def test_partial_sums_outside_the_accumulator_are_named() -> None:
     early = mutant(RING, lambda rank, k, round: _into(round, Span(OUT, rank - k - 2)))
     assert "expected chunk 3 of ranks 0-4 in OUT[3], found chunk 3 of ranks 0, 4" in complaint(early, "all_reduce")
