@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import collectives
+from collectives.errors import CommClosedError, PeerLostError
 
 BACKENDS = ["threads", "gloo", "mpi", "ring+gloo", "ring+mpi"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,7 +75,7 @@ def run_ranks(
     """The results of ``fn(comm, *args, **kwargs)`` on every rank, by rank.
 
     ``fn`` is a function of a test module; arguments and results are pickled. Raises the error of the rank that failed
-    first, with its traceback in the notes, or ``TimeoutError`` with every rank's stack.
+    first, with its traceback in the notes, or ``TimeoutError`` with the stacks of the ranks that hang.
     """
     if backend.rpartition("+")[2] == "threads":
         return collectives.run(functools.partial(fn, **kwargs), *args, n=world_size, backend=backend)
@@ -205,25 +206,26 @@ class Pool:
         for connection in self.connections:
             connection.send_bytes(message)
         results: dict[int, Any] = {}
-        first: BaseException | None = None
+        failures: list[BaseException] = []
         deadline = time.monotonic() + timeout
         pending = dict(enumerate(self.connections))
         while pending and (left := deadline - time.monotonic()) > 0:
             ready = set(wait(list(pending.values()), left))
             for rank in [rank for rank, connection in pending.items() if connection in ready]:
-                result, error = self._answer(rank, pending.pop(rank))
-                results[rank] = result
-                if error is not None and first is None:
-                    first = error
+                results[rank], error = self._answer(rank, pending.pop(rank))
+                if error is not None:
+                    failures.append(error)
                     deadline = min(deadline, time.monotonic() + GRACE)
-        if first is None and not pending:
+        if not failures and not pending:
             return [results[rank] for rank in range(self.world_size)]
-        if first is None:
-            first = TimeoutError(f"ranks {sorted(pending)} of {self.world_size} gave no answer within {timeout} s")
+        if not failures:
+            failures = [TimeoutError(f"ranks {sorted(pending)} of {self.world_size} gave no answer within {timeout} s")]
+        # That a peer has left is what follows from a failure elsewhere, so any other error says more.
+        error = next((e for e in failures if not isinstance(e, (PeerLostError, CommClosedError))), failures[0])
         if pending:
-            add_note(first, f"ranks {sorted(pending)} were still busy:\n{self._stacks(sorted(pending))}")
+            add_note(error, f"ranks {sorted(pending)} were still busy:\n{self._stacks(sorted(pending))}")
         self.kill()
-        raise first
+        raise error
 
     def _answer(self, rank: int, connection: Connection) -> tuple[Any, BaseException | None]:
         try:
@@ -234,7 +236,7 @@ class Pool:
             codes = [process.poll() for process in self.processes]
             return None, RuntimeError(f"rank {rank} died (exit codes of the launched: {codes}):\n{self.logs()}")
         if error is not None:
-            add_note(error, f"rank {rank} of {self.world_size} ({self.launcher}) failed first:\n{trace}")
+            add_note(error, f"rank {rank} of {self.world_size} ({self.launcher}) failed:\n{trace}")
         return result, error
 
     def _stacks(self, ranks: Sequence[int]) -> str:
