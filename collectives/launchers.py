@@ -256,16 +256,15 @@ def _complete(claim: _Claim, environ: Mapping[str, str], mpi_world: MpiWorld | N
             claim = replace(claim, used={**claim.used, **step.used}, **missing)
     if claim.launcher.mpi and None in (claim.size, claim.local_rank, claim.local_size):
         world = mpi_world() if mpi_world is not None else None
-        if world is not None:
-            rank, size, local_rank, local_size = world
-            told = {"MPI_COMM_WORLD": f"rank {rank} of {size}, {local_rank} of {local_size} on this host"}
-            return replace(
-                claim, used={**claim.used, **told}, rank=rank, size=size, local_rank=local_rank, local_size=local_size
-            )
+        if world is not None and world[0] == claim.rank and claim.size in (None, world[1]):
+            _, size, local_rank, local_size = world
+            told = {"MPI_COMM_WORLD": f"rank {claim.rank} of {size}, {local_rank} of {local_size} on this host"}
+            return replace(claim, used={**claim.used, **told}, size=size, local_rank=local_rank, local_size=local_size)
         if claim.size is None:
             raise RendezvousError(
-                f"{claim} gives a rank but no world size, and there is no MPI to ask for it: install mpi4py for this "
-                "site's MPI, or pass rank and world_size to init()"
+                f"{claim} gives a rank but no world size, and "
+                + (f"MPI's world says rank {world[0]} of {world[1]}" if world else "there is no MPI to ask for it")
+                + ": install mpi4py for this site's MPI, or pass rank and world_size to init()"
             )
     return claim
 
