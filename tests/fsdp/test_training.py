@@ -1,0 +1,92 @@
+"""Training equals one process, and strategies equal each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives import Communicator
+from tests.fsdp.models import (
+    STRATEGIES,
+    OddBlock,
+    OddNet,
+    State,
+    adamw,
+    difference,
+    filled,
+    reference,
+    same_bits,
+    sgd,
+    train,
+    wrapped,
+)
+from tests.ranks import grid, run_ranks
+
+STEPS = 3
+Results = dict[str, tuple[State, list[float]]]
+
+
+def every_strategy(comm: Communicator, dtype: torch.dtype, optimizer: Any, max_norm: float | None = None) -> Results:
+    """Each strategy, with and without units, from models that differ between ranks."""
+    results = {}
+    for strategy in STRATEGIES:
+        for units in (None, [OddBlock]) if strategy != "ddp" else (None,):
+            model = wrapped(filled(OddNet(), comm.rank, dtype), comm, strategy, units)
+            results[f"{strategy}, {'units' if units else 'whole'}"] = train(comm, model, STEPS, optimizer, max_norm)
+    return results
+
+
+@grid()
+def test_float64_equals_one_process(backend: str, world_size: int) -> None:
+    expected, losses = reference(filled(OddNet()), world_size, STEPS, adamw)
+    results = run_ranks(every_strategy, torch.float64, adamw, world_size=world_size, backend=backend)
+    for name in results[0]:
+        for rank in range(world_size):
+            assert difference(results[rank][name][0], expected) < 1e-10, (name, rank)
+            assert same_bits(results[rank][name][0], results[0][name][0]), (name, rank)
+        for step in range(STEPS):
+            mean = sum(results[rank][name][1][step] for rank in range(world_size)) / world_size
+            assert mean == pytest.approx(losses[step], rel=1e-10), (name, step)
+
+
+@grid(backends=["threads"])
+def test_float32_sgd_equals_one_process(backend: str, world_size: int) -> None:
+    expected, _ = reference(filled(OddNet(), dtype=torch.float32), world_size, STEPS, sgd)
+    results = run_ranks(every_strategy, torch.float32, sgd, world_size=world_size, backend=backend)
+    for name, (state, _) in results[0].items():
+        for key, value in expected.items():
+            assert (state[key] - value).norm() <= 1e-6 * max(float(value.norm()), 1.0), (name, key)
+
+
+@grid(backends=["threads"])
+def test_float32_adamw_losses_equal_one_process(backend: str, world_size: int) -> None:
+    _, losses = reference(filled(OddNet(), dtype=torch.float32), world_size, STEPS, adamw)
+    results = run_ranks(every_strategy, torch.float32, adamw, world_size=world_size, backend=backend)
+    for name in results[0]:
+        for step in range(STEPS):
+            mean = sum(results[rank][name][1][step] for rank in range(world_size)) / world_size
+            assert mean == pytest.approx(losses[step], rel=1e-5), (name, step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_strategies_give_the_same_bits(world_size: int, dtype: torch.dtype) -> None:
+    results = collectives.run(every_strategy, dtype, adamw, n=world_size, algorithm="direct", timeout=50.0)
+    first, *others = results[0].values()
+    expected, _ = reference(filled(OddNet(), dtype=dtype), world_size, STEPS, adamw)
+    for state, losses in others:
+        assert same_bits(state, first[0])
+        assert losses == first[1]
+    # N ranks are one process that runs N batches and divides; autograd adds the batches in rank order too.
+    assert same_bits(first[0], expected)
+
+
+@grid(world_sizes=(2, 3), threads=(4,))
+def test_clipping_equals_one_process(backend: str, world_size: int) -> None:
+    expected, _ = reference(filled(OddNet()), world_size, STEPS, sgd, max_norm=0.05)
+    results = run_ranks(every_strategy, torch.float64, sgd, 0.05, world_size=world_size, backend=backend)
+    for name, (state, _) in results[0].items():
+        assert difference(state, expected) < 1e-10, name
