@@ -111,7 +111,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 def library_version() -> tuple[str, str]:
     """(path, version) of the MPI library in use; the path is empty where it is linked in statically."""
-    version = _import_mpi().Get_library_version().strip("\0 \n").partition("\n")[0]
+    version = " ".join(_import_mpi().Get_library_version().strip("\0 \n").partition("\n")[0].split())
     maps = Path("/proc/self/maps")
     found = re.findall(r"(/\S*/libmpi[\w.+-]*\.so\S*)", maps.read_text()) if maps.exists() else []
     return (min(found, key=lambda path: len(Path(path).name)) if found else ""), version
