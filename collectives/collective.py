@@ -47,6 +47,11 @@ class Collective:
         """Elements of the larger side, the same on all ranks."""
         return max(chunks.cuts[-1] for chunks in (self.input, self.output) if chunks is not None)
 
+    @property
+    def plain(self) -> bool:
+        """Whether a library's result is the result: nothing to divide, and no number that is not what it seems."""
+        return self.op is not ReduceOp.AVG and not self.dtype.is_complex and self.numel > 0
+
     def __str__(self) -> str:
         details = [f"{self.numel} x {str(self.dtype).removeprefix('torch.')}"]
         details += [self.op.name] if self.op is not None else []

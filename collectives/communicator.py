@@ -1,43 +1,26 @@
 """The public calls. Each checks its arguments once, then starts an operation.
 
-What an argument must be stands in ``arguments.py``, what travels in ``collective.py``, and how a started operation
-comes to its end in ``operation.py``.
+What an argument must be stands in ``arguments.py``, what travels in ``collective.py``, how operations are started in
+``endpoint.py`` and how they come to their end in ``operation.py``.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import threading
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TypedDict, TypeVar
 
 import torch
-from typing_extensions import Self, Unpack
+from typing_extensions import Unpack
 
-from collectives.arguments import (
-    Flat,
-    check_numel,
-    check_overlap,
-    check_rank,
-    check_same_dtype,
-    check_sizes,
-    cuts_of,
-)
-from collectives.backend import Backend
-from collectives.collective import NATIVE, Algorithm, Collective, Selection
-from collectives.control import Control
-from collectives.errors import CommClosedError, CommError
-from collectives.operation import Engine, Operation, Polling, Progress
+from collectives.arguments import check_numel, check_overlap, check_rank, check_same_dtype, check_sizes, cuts_of
+from collectives.collective import Algorithm, Collective
+from collectives.endpoint import Endpoint
 from collectives.schedules.arithmetic import check_reducible
-from collectives.schedules.executor import Chunks, Post, Posted, Scratch
-from collectives.statistics import Row, Statistics, Stats
+from collectives.schedules.executor import Chunks, Posted
 from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
 
 T = TypeVar("T")
-_SCHEDULE_TAG = 0  # a user's tag t travels as t + 1, so that neither is taken for the other
 
 
 class Options(TypedDict, total=False):
@@ -52,7 +35,7 @@ class Options(TypedDict, total=False):
     algorithm: Algorithm
 
 
-class Communicator:
+class Communicator(Endpoint):
     """A group of ranks that call the same operations in the same order.
 
     Made by ``collectives.init``, ``run``, ``from_mpi`` or ``split``; closed by ``close`` or a ``with`` block. Ranks are
@@ -64,56 +47,12 @@ class Communicator:
     runs ends the communicator: pending Works raise it, and later calls raise ``CommClosedError`` from it.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        info: RankInfo,
-        *,
-        name: str,
-        layers: Sequence[str] = (),
-        device: torch.device | str | None = None,
-        timeout: float = 600.0,
-        algorithm: str | None = None,
-        control: Control | None = None,
-        group: str = "",
-        members: Sequence[int] | None = None,
-    ) -> None:
-        self.rank = backend.rank
-        self.world_size = backend.size
-        self.local_rank = info.local_rank
-        self.local_world_size = info.local_world_size
-        self.node = info.node
-        self.backend = name
-        self.device = torch.device(device) if device is not None else backend.device
-        self.timeout = timeout
-        self._transport = backend
-        self._layers = tuple(layers)
-        self._selection = Selection(backend, ring="ring" in layers, default=algorithm)
-        self._scratch = Scratch()  # collectives run one at a time
-        self._statistics = Statistics()
-        self._lock = threading.RLock()
-        self._process = os.getpid()
-        self._splits = 0
-        self._closed = False
-        self._children: list[Communicator] = []
-        self._to_self: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
-        self._control = control
-        self._where = f"rank {self.rank} of {self.world_size} ({name})"
-        watched = (group, tuple(range(self.world_size)) if members is None else members, backend._kill, control)
-        self._progress: Progress
-        if backend.polls:
-            crowded = info.local_world_size > (os.cpu_count() or 1)
-            self._progress = Polling(*watched, waits=backend.waits, crowded=crowded)
-        else:
-            self._progress = Engine(*watched)
-
-    def __repr__(self) -> str:
-        return f"<Communicator {self.backend!r} rank {self.rank} of {self.world_size} on {self.device}>"
-
     # Collectives
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]) -> Work:
         """Combine every rank's ``tensor``, in place; all ranks get the same bits."""
+        if not options and (done := self._express("all_reduce", self._transport._all_reduce, op, -1, tensor)):
+            return done
         flat = self._flat(tensor, "tensor", written=True)
         check_reducible(tensor.dtype, op)
         chunks = flat.even(self.world_size)
@@ -320,9 +259,12 @@ class Communicator:
             for flat in flats:
                 flat.finish()
 
-        details = ", ".join(f"{'to' if op.sends else 'from'} {op.peer}: {op.tensor.numel()}" for op in ops)
+        def what() -> str:
+            details = ", ".join(f"{'to' if op.sends else 'from'} {op.peer}: {op.tensor.numel()}" for op in ops)
+            return f"{name} ({details})"
+
         peers = [op.peer for op in wire]
-        return self._start(f"{name} ({details})", steps(), row, async_op, timeout, peers=peers)
+        return self._start(what, steps(), row, async_op, timeout, peers=peers)
 
     # Objects
 
@@ -415,129 +357,3 @@ class Communicator:
         )
         self._children.append(child)
         return child
-
-    def stats(self) -> Stats:
-        """What was called, sent and waited for so far. Subtract two snapshots to measure what lies between."""
-        return self._statistics.snapshot()
-
-    def abort(self, reason: str) -> None:
-        """End the communicator now, from any thread: pending and later calls raise ``CommClosedError``."""
-        for child in self._children:
-            child.abort(reason)
-        self._progress.abort(f"{self._where} aborted: {reason}")
-
-    def close(self) -> None:
-        """Finish what is pending, then release everything. Calling it again does nothing."""
-        if self._closed or os.getpid() != self._process:
-            return
-        try:
-            for work in self._progress.pending:
-                work.wait()
-        finally:
-            self._closed = True
-            for child in self._children:
-                child.close()
-            if self._control is not None and not self._progress.name:
-                self._control.close()
-            self._progress.close()
-            self._transport._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not self._closed and self._progress.failure is None:
-            self.abort(f"{type(error).__name__}: {error}")  # its peers must not wait for a rank that is leaving
-        try:
-            self.close()
-        except CommError:
-            if error is None:
-                raise
-
-    # Starting operations
-
-    def _flat(self, tensor: torch.Tensor, name: str, written: bool = False) -> Flat:
-        return Flat.of(tensor, name, self.device, self._transport.device, written)
-
-    def _even_sizes(self, part: torch.Tensor, part_name: str, whole: torch.Tensor, whole_name: str) -> list[int]:
-        check_numel(part_name, part, part.numel(), "")
-        why = f"world_size {self.world_size} times the {part.numel()} of {part_name}"
-        check_numel(whole_name, whole, self.world_size * part.numel(), why)
-        return [part.numel()] * self.world_size
-
-    def _check_sizes(
-        self, sizes: Sequence[int], part: tuple[torch.Tensor, str], whole: tuple[torch.Tensor, str]
-    ) -> None:
-        check_sizes("sizes", sizes, self.world_size)
-        check_numel(part[1], part[0], sizes[self.rank], f"sizes[{self.rank}]")
-        check_numel(whole[1], whole[0], sum(sizes), "the sum of sizes")
-
-    def _poster(self, row: Row, tag: int) -> Post:
-        def post(ops: Sequence[P2P]) -> Posted:
-            row.sent_bytes += sum(op.tensor.nbytes for op in ops if op.sends)
-            return Posted(self._transport._post(ops, tag), len(ops))
-
-        return post
-
-    def _collective(
-        self,
-        call: Collective,
-        flats: Sequence[Flat],
-        async_op: bool = False,
-        timeout: float | None = None,
-        algorithm: Algorithm = None,
-    ) -> Work:
-        choice = self._selection.choose(call, algorithm)
-        row = self._statistics.row(call.operation)
-        if choice == NATIVE:
-            row.sent_bytes += call.least_bytes(self.world_size, self.rank)
-        steps: Iterator[Posted] = iter(())
-        if call.numel:
-            steps = call.steps(self._transport, choice, self._poster(row, _SCHEDULE_TAG), self._scratch, flats)
-        what = f"{call} by {choice if isinstance(choice, str) else choice.__name__}"
-        return self._start(what, steps, row, async_op, timeout)
-
-    def _start(
-        self,
-        what: str,
-        steps: Iterator[Posted],
-        row: Row,
-        async_op: bool,
-        timeout: float | None,
-        peers: Sequence[int] | None = None,
-    ) -> Operation:
-        """Begin an operation: a collective, or with ``peers`` a point-to-point one."""
-        with self._lock:
-            self._check_usable()
-            row.calls += 1
-            if peers is None:
-                self._progress.calls += 1
-            operation = Operation(
-                self._progress,
-                steps,
-                self.timeout if timeout is None else timeout,
-                where=self._where,
-                what=what,
-                call=self._progress.calls if peers is None else 0,
-                row=row,
-                peers=peers or (),
-            )
-            self._progress.submit(operation, sync=not async_op)
-        if not async_op:
-            operation.wait()
-        return operation
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._process:
-            raise CommClosedError(
-                f"this is a fork (process {os.getpid()}) of rank {self.rank} (process {self._process}); "
-                "make a communicator of its own, or use the 'spawn' start method"
-            )
-        if self._progress.failure is not None:
-            raise CommClosedError(
-                f"rank {self.rank}: the communicator ended earlier: {self._progress.failure}"
-            ) from self._progress.failure
-        if self._closed:
-            raise CommClosedError(f"rank {self.rank}: the communicator is closed")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import secrets
 import selectors
 import socket
@@ -28,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from collectives.errors import CollectiveMismatchError, CommError, CommTimeoutError, PeerLostError, RendezvousError
+from collectives.fork import close_in_child, generation
 
 Note = dict[str, Any]
 Share = Callable[[bytes | None], bytes]  # rank 0's bytes, on every rank
@@ -104,6 +104,7 @@ class Hub:
                         continue
                     connection, _ = self._listener.accept()
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    close_in_child(connection)
                     self._selector.register(connection, selectors.EVENT_READ, [_Lines(connection), -1])
 
     def _hear(self, connection: Any, peer: list[Any]) -> int:
@@ -196,10 +197,9 @@ class Control:
         self._reported: dict[str, tuple[int, float]] = {}
         self._answers: dict[str, Note] = {}
         self._closed = False
-        self._process = os.getpid()
+        self._generation = generation()
         atexit.register(self._at_exit)
-        # A forked child that outlives this rank would keep the connection open, and hide that the rank has died.
-        os.register_at_fork(after_in_child=sock.close)
+        close_in_child(sock)
         self._thread = threading.Thread(target=self._run, name="collectives control", daemon=True)
         self._thread.start()
 
@@ -224,7 +224,7 @@ class Control:
 
     def close(self) -> None:
         """Say goodbye."""
-        if self._closed or os.getpid() != self._process:
+        if self._closed or generation() != self._generation:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -238,7 +238,7 @@ class Control:
     def _at_exit(self) -> None:
         """The program ends without closing: well, or by an exception that nobody caught."""
         error = getattr(sys, "last_value", None)
-        if error is not None and os.getpid() == self._process:
+        if error is not None and generation() == self._generation:
             for group in self.groups:
                 self.failed(group, CommError(f"its program ended with {type(error).__name__}: {error}"))
         self.close()

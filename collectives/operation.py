@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from collectives.backend import Pending
 from collectives.control import Control, Waiting
 from collectives.errors import CollectiveMismatchError, CommClosedError, CommError, CommTimeoutError, PeerLostError
 from collectives.schedules.executor import Posted
@@ -38,7 +39,7 @@ class Operation(Work):
         timeout: float,
         *,
         where: str,
-        what: str,
+        what: Callable[[], str],
         call: int,
         row: Row,
         peers: Sequence[int] = (),
@@ -46,7 +47,7 @@ class Operation(Work):
         self.progress = progress
         self.timeout = timeout
         self.where = where
-        self.what = what
+        self._what = what
         self.call = call
         self.row = row
         self.peers = peers
@@ -57,6 +58,10 @@ class Operation(Work):
         self._steps = steps
         self._flying: Posted | None = None
         self._lock = threading.Lock()
+
+    @property
+    def what(self) -> str:
+        return self._what()
 
     def wait(self, timeout: float | None = None) -> None:
         if not self.done:
@@ -119,6 +124,22 @@ class Operation(Work):
         self.done = True
 
 
+class _Done(Work):
+    """What is done needs no record."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+
+DONE = _Done()
+
+
 class Progress(ABC):
     """The operations of one communicator that are not done yet, and the failure that ended it, if any.
 
@@ -132,6 +153,8 @@ class Progress(ABC):
         self.failure: CommError | None = None
         self._kill = kill
         self._control = control
+        self._now: Waiting | None = None
+        self._now_what: Callable[[], str] = str
         self._ending = threading.Lock()
         self._ended = threading.Event()
         if control is not None:
@@ -154,8 +177,36 @@ class Progress(ABC):
     def pending(self) -> list[Operation]:
         """Operations that are not done, oldest first."""
 
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether anything is pending, or the communicator has failed."""
+
+    def run(self, start: Callable[[], Pending], what: Callable[[], str], row: Row, where: str, timeout: float) -> None:
+        """Carry one collective of the backend's own from start to end, with nothing pending before it."""
+        self.calls += 1
+        since = time.monotonic()
+        self._now = Waiting(self.calls, "", since, timeout)
+        self._now_what = what
+        try:
+            self._finish(start(), since + timeout)
+        except Exception as error:
+            operation = Operation(self, iter(()), timeout, where=where, what=what, call=self.calls, row=row)
+            self.fail(operation, error)
+            operation.wait()
+        finally:
+            self._now = None
+            row.seconds += time.monotonic() - since
+
+    @abstractmethod
+    def _finish(self, pending: Pending, deadline: float) -> None:
+        """Wait for one pending operation. Raises ``CommTimeoutError`` at ``deadline``."""
+
     def waiting(self) -> Waiting | None:
         """The oldest collective that is not done, for the control plane."""
+        now = self._now
+        if now is not None:
+            return now._replace(what=self._now_what())
         oldest = next((operation for operation in self.pending if operation.call), None)
         return None if oldest is None else Waiting(oldest.call, oldest.what, oldest.since, oldest.timeout)
 
@@ -256,13 +307,34 @@ class Polling(Progress):
             if operation.done:
                 return
             turn += 1
-            if turn & 31 == 0 and time.monotonic() > deadline:
-                self.fail(operation, CommTimeoutError(f"nothing came within {timeout:g} s"))
-            # After some eager turns let others run; sleep where they have no core of their own.
-            if self._crowded or self._waits:
-                time.sleep(0 if turn < 50 else 2e-4)
-            elif turn & 255 == 0:
-                os.sched_yield()
+            try:
+                self._pause(turn, deadline)
+            except CommTimeoutError as error:
+                self.fail(operation, error)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue or self._loose) or self.failure is not None
+
+    def _finish(self, pending: Pending, deadline: float) -> None:
+        if self._waits:
+            pending.wait(0, deadline)
+            return
+        turn = 0
+        while not pending.poll():
+            turn += 1
+            self._pause(turn, deadline)
+            if self.failure is not None:
+                raise self.failure
+
+    def _pause(self, turn: int, deadline: float) -> None:
+        """Between two looks: after some eager turns let others run; sleep where they have no core of their own."""
+        if turn & 31 == 0 and time.monotonic() > deadline:
+            raise CommTimeoutError("nothing came in time")
+        if self._crowded or self._waits:
+            time.sleep(0 if turn < 50 else 2e-4)
+        elif turn & 255 == 0:
+            os.sched_yield()
 
 
 class Engine(Progress):
@@ -305,6 +377,13 @@ class Engine(Progress):
         operation.block(time.monotonic() + operation.timeout)
         with self._changed:
             self._changed.notify_all()
+
+    @property
+    def busy(self) -> bool:
+        return self.failure is not None or any(not operation.done for operation in self._unfinished)
+
+    def _finish(self, pending: Pending, deadline: float) -> None:
+        pending.wait(0, deadline)
 
     def drive(self, operation: Operation, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -1,0 +1,241 @@
+"""One rank's end of a communicator: its life, and how operations are started on it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from typing_extensions import Self
+
+from collectives.arguments import Flat, check_numel, check_sizes
+from collectives.backend import Backend, Pending
+from collectives.collective import NATIVE, Algorithm, Collective, Selection
+from collectives.control import Control
+from collectives.errors import CommClosedError, CommError
+from collectives.fork import generation
+from collectives.operation import DONE, Engine, Operation, Polling, Progress
+from collectives.schedules.executor import Post, Posted, Scratch
+from collectives.statistics import Row, Statistics, Stats
+from collectives.types import P2P, RankInfo, ReduceOp, Work
+
+_SCHEDULE_TAG = 0  # a user's tag t travels as t + 1, so that neither is taken for the other
+
+
+class Express(NamedTuple):
+    """A signature that the library serves and that needs nothing else: see ``Endpoint._express``."""
+
+    what: Callable[[], str]
+    row: Row
+    sent_bytes: int
+
+
+class Endpoint:
+    """What every public call relies on. ``Communicator`` documents the attributes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        info: RankInfo,
+        *,
+        name: str,
+        layers: Sequence[str] = (),
+        device: torch.device | str | None = None,
+        timeout: float = 600.0,
+        algorithm: str | None = None,
+        control: Control | None = None,
+        group: str = "",
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = backend.rank
+        self.world_size = backend.size
+        self.local_rank = info.local_rank
+        self.local_world_size = info.local_world_size
+        self.node = info.node
+        self.backend = name
+        self.device = torch.device(device) if device is not None else backend.device
+        self.timeout = timeout
+        self._transport = backend
+        self._layers = tuple(layers)
+        self._selection = Selection(backend, ring="ring" in layers, default=algorithm)
+        self._scratch = Scratch()  # collectives run one at a time
+        self._statistics = Statistics()
+        self._expresses: dict[tuple[str, torch.dtype, ReduceOp | None, int, int], Express] = {}
+        self._lock = threading.RLock()
+        self._generation = generation()
+        self._splits = 0
+        self._closed = False
+        self._children: list[Endpoint] = []
+        self._to_self: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._control = control
+        self._where = f"rank {self.rank} of {self.world_size} ({name})"
+        watched = (group, tuple(range(self.world_size)) if members is None else members, backend._kill, control)
+        self._progress: Progress
+        if backend.polls:
+            crowded = info.local_world_size > (os.cpu_count() or 1)
+            self._progress = Polling(*watched, waits=backend.waits, crowded=crowded)
+        else:
+            self._progress = Engine(*watched)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.backend!r} rank {self.rank} of {self.world_size} on {self.device}>"
+
+    def stats(self) -> Stats:
+        """What was called, sent and waited for so far. Subtract two snapshots to measure what lies between."""
+        return self._statistics.snapshot()
+
+    def abort(self, reason: str) -> None:
+        """End the communicator now, from any thread: pending and later calls raise ``CommClosedError``."""
+        for child in self._children:
+            child.abort(reason)
+        self._progress.abort(f"{self._where} aborted: {reason}")
+
+    def close(self) -> None:
+        """Finish what is pending, then release everything. Calling it again does nothing."""
+        if self._closed or generation() != self._generation:
+            return
+        try:
+            for work in self._progress.pending:
+                work.wait()
+        finally:
+            self._closed = True
+            for child in self._children:
+                child.close()
+            if self._control is not None and not self._progress.name:
+                self._control.close()
+            self._progress.close()
+            self._transport._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._closed and self._progress.failure is None:
+            self.abort(f"{type(error).__name__}: {error}")  # its peers must not wait for a rank that is leaving
+        try:
+            self.close()
+        except CommError:
+            if error is None:
+                raise
+
+    # Starting operations
+
+    def _flat(self, tensor: torch.Tensor, name: str, written: bool = False) -> Flat:
+        return Flat.of(tensor, name, self.device, self._transport.device, written)
+
+    def _even_sizes(self, part: torch.Tensor, part_name: str, whole: torch.Tensor, whole_name: str) -> list[int]:
+        check_numel(part_name, part, part.numel(), "")
+        why = f"world_size {self.world_size} times the {part.numel()} of {part_name}"
+        check_numel(whole_name, whole, self.world_size * part.numel(), why)
+        return [part.numel()] * self.world_size
+
+    def _check_sizes(
+        self, sizes: Sequence[int], part: tuple[torch.Tensor, str], whole: tuple[torch.Tensor, str]
+    ) -> None:
+        check_sizes("sizes", sizes, self.world_size)
+        check_numel(part[1], part[0], sizes[self.rank], f"sizes[{self.rank}]")
+        check_numel(whole[1], whole[0], sum(sizes), "the sum of sizes")
+
+    def _poster(self, row: Row, tag: int) -> Post:
+        def post(ops: Sequence[P2P]) -> Posted:
+            row.sent_bytes += sum(op.tensor.nbytes for op in ops if op.sends)
+            return Posted(self._transport._post(ops, tag), len(ops))
+
+        return post
+
+    def _collective(
+        self,
+        call: Collective,
+        flats: Sequence[Flat],
+        async_op: bool = False,
+        timeout: float | None = None,
+        algorithm: Algorithm = None,
+    ) -> Work:
+        choice = self._selection.choose(call, algorithm)
+        row = self._statistics.row(call.operation)
+        if choice == NATIVE:
+            row.sent_bytes += call.least_bytes(self.world_size, self.rank)
+        steps: Iterator[Posted] = iter(())
+        if call.numel:
+            steps = call.steps(self._transport, choice, self._poster(row, _SCHEDULE_TAG), self._scratch, flats)
+
+        def what() -> str:
+            return f"{call} by {choice if isinstance(choice, str) else choice.__name__}"
+
+        if choice == NATIVE and call.plain and not any(flat.target is not None for flat in flats):
+            key = (call.operation, call.dtype, call.op, call.numel, -1 if call.root is None else call.root)
+            self._expresses[key] = Express(what, row, call.least_bytes(self.world_size, self.rank))
+        return self._start(what, steps, row, async_op, timeout)
+
+    def _start(
+        self,
+        what: Callable[[], str],
+        steps: Iterator[Posted],
+        row: Row,
+        async_op: bool,
+        timeout: float | None,
+        peers: Sequence[int] | None = None,
+    ) -> Operation:
+        """Begin an operation: a collective, or with ``peers`` a point-to-point one."""
+        with self._lock:
+            self._check_usable()
+            row.calls += 1
+            if peers is None:
+                self._progress.calls += 1
+            operation = Operation(
+                self._progress,
+                steps,
+                self.timeout if timeout is None else timeout,
+                where=self._where,
+                what=what,
+                call=self._progress.calls if peers is None else 0,
+                row=row,
+                peers=peers or (),
+            )
+            self._progress.submit(operation, sync=not async_op)
+        if not async_op:
+            operation.wait()
+        return operation
+
+    def _express(
+        self, operation: str, start: Callable[..., Pending], op: ReduceOp | None, root: int, *tensors: torch.Tensor
+    ) -> Work | None:
+        """The short way, for small messages, where every microsecond in Python counts.
+
+        It serves a synchronous call whose signature went the long way to the library before, with nothing to pack,
+        round or divide and nothing pending. None where that is not so.
+        """
+        largest = tensors[0]
+        express = self._expresses.get((operation, largest.dtype, op, largest.numel(), root))
+        if express is None or self._closed or generation() != self._generation or self._progress.busy:
+            return None
+        for tensor in tensors:
+            if not tensor.is_contiguous() or tensor.requires_grad or tensor.is_inference():
+                return None
+            if tensor.device != self._transport.device or tensor.dtype != largest.dtype:
+                return None
+        express.row.calls += 1
+        express.row.sent_bytes += express.sent_bytes
+        flat = (tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors)
+        extra: tuple[ReduceOp | int, ...] = (op,) if op is not None else (root,) if root >= 0 else ()
+        self._progress.run(lambda: start(*flat, *extra), express.what, express.row, self._where, self.timeout)
+        return DONE
+
+    def _check_usable(self) -> None:
+        if generation() != self._generation:
+            raise CommClosedError(
+                f"this process ({os.getpid()}) is a fork of rank {self.rank}'s; "
+                "make a communicator of its own, or use the 'spawn' start method"
+            )
+        if self._progress.failure is not None:
+            raise CommClosedError(
+                f"rank {self.rank}: the communicator ended earlier: {self._progress.failure}"
+            ) from self._progress.failure
+        if self._closed:
+            raise CommClosedError(f"rank {self.rank}: the communicator is closed")
