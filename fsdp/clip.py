@@ -8,7 +8,7 @@ from torch import nn
 from collectives import ReduceOp
 from fsdp.param_group import ParamGroup
 from fsdp.runtime import Runtime
-from fsdp.unit import Unit
+from fsdp.unit import find_unit
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -53,7 +53,7 @@ def _sharded_parameters(model: nn.Module) -> dict[int, tuple[Runtime, nn.Paramet
     """The parameters that ranks hold in parts, each once."""
     found: dict[int, tuple[Runtime, nn.Parameter]] = {}
     for module in model.modules():
-        unit: Unit | None = module.__dict__.get("_fsdp_unit")
+        unit = find_unit(module)
         if unit is None:
             continue
         groups: list[ParamGroup] = [group for group in unit.own_groups if group.strategy.shards]

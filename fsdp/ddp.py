@@ -9,10 +9,14 @@ from typing import Any
 from torch import nn
 
 from collectives import Communicator
-from fsdp.fully_shard import no_sync, unit_of, wrap
-from fsdp.precision import MixedPrecisionPolicy
+from collectives.errors import UnsupportedError
+from fsdp.fully_shard import no_sync
 from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
+from fsdp.unit import unit_of
+from fsdp.wrap import Options, wrap
+
+_NO_COPY = "DistributedDataParallel holds a communicator and cannot be copied or pickled; copy its .module instead"
 
 
 class DistributedDataParallel(nn.Module):
@@ -50,8 +54,14 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb}")
         self.module = module
         runtime = Runtime(comm, static_graph=static_graph)
-        wrap(self, module, runtime, STAGES[0], MixedPrecisionPolicy(), set(),
-             bucket_mb=float(bucket_cap_mb), grad_views=gradient_as_bucket_view)  # fmt: skip
+        options = Options(STAGES[0], bucket_mb=float(bucket_cap_mb), grad_views=gradient_as_bucket_view)
+        wrap(self, module, "", runtime, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(_NO_COPY)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""

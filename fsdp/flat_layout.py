@@ -105,7 +105,7 @@ class FlatLayout:
 
 def _alternate(offsets: Sequence[int], numels: Sequence[int], end: int) -> list[int]:
     """Lengths of filled and empty stretches in turn, from 0 to ``end``."""
-    nexts = [*offsets[1:], end]
+    nexts = [*offsets[1:], end][: len(offsets)]  # no parameters: nothing to split
     lengths: list[int] = []
     for offset, numel, following in zip(offsets, numels, nexts, strict=True):
         lengths += (numel, following - offset - numel)

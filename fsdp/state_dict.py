@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from collectives.errors import UnsupportedError
-from fsdp.unit import Unit
+from fsdp.unit import Unit, find_unit
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, torch.Tensor]:
@@ -24,10 +24,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
     Returns:
         A dict of tensors of the parameters' dtype and full shape, which share nothing with the model.
     """
-    units: list[Unit] = []
-    for module in model.modules():
-        if "_fsdp_unit" in module.__dict__:
-            units.append(module.__dict__["_fsdp_unit"])
+    units = [unit for module in model.modules() if (unit := find_unit(module)) is not None]
     keeps = not rank0_only or all(unit.runtime.comm.rank == 0 for unit in units)
     runtimes = list(dict.fromkeys(unit.runtime for unit in units))
     for runtime in runtimes:

@@ -14,7 +14,7 @@ reduced at the end of backward.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -162,3 +162,16 @@ class Unit:
                 found = True
                 tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
         return found
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """The unit of a wrapped module. Raises ``ValueError`` for any other."""
+    unit = find_unit(module)
+    if unit is None:
+        raise ValueError(f"expected a module wrapped by fully_shard or DistributedDataParallel, got {type(module)}")
+    return unit
+
+
+def find_unit(module: nn.Module) -> Unit | None:
+    """The unit of a wrapped module, or None."""
+    return cast("Unit | None", module.__dict__.get("_fsdp_unit"))

@@ -12,7 +12,8 @@ from torch import nn
 import collectives
 from collectives import Communicator
 from fsdp import clip_grad_norm_
-from fsdp.fully_shard import no_sync, unit_of
+from fsdp.fully_shard import no_sync
+from fsdp.unit import unit_of
 from tests.fsdp.models import OddBlock, OddNet, filled, loss_of, words, wrapped
 
 WIDTH = 480  # a multiple of 16 times every world size here, so that nothing is padded

@@ -1,0 +1,165 @@
+"""Make a unit of a module: find what it manages, agree on it between ranks, and group it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from collectives.errors import UnsupportedError
+from fsdp.param_group import ManagedParameter, ParamGroup
+from fsdp.precision import MixedPrecisionPolicy
+from fsdp.runtime import Runtime
+from fsdp.state_dict import refuse_plain_state_dict
+from fsdp.strategy import Strategy
+from fsdp.sync import broadcast_tensors, check_same
+from fsdp.unit import Unit, find_unit
+
+FIRST_BUCKET_MB = 1.0  # the first bucket to be reduced is small, so that communication starts early
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the parameters of a unit are kept.
+
+    Args:
+        bucket_mb: cut the unit's parameters into groups of this many MiB, the last parameters first; None makes one
+            group a dtype.
+        grad_views: replicated gradients are views of their bucket.
+        ignored: ids of parameters to leave alone.
+    """
+
+    strategy: Strategy
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    reshard_after_forward: bool | None = None
+    bucket_mb: float | None = None
+    grad_views: bool = True
+    ignored: frozenset[int] = frozenset()
+
+
+def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, options: Options) -> Unit:
+    """Make a unit of what ``module`` holds and no inner unit took. Collective.
+
+    Args:
+        hooked: whose forward the unit follows: ``module`` itself, or what calls it.
+        path: what the names of its parameters start with in messages.
+        runtime: takes in the unit, and the units of inner runtimes.
+
+    Raises:
+        ValueError: wrapped already, nothing to call, or ranks were given different modules; alike on all ranks.
+    """
+    if find_unit(hooked) is not None:
+        raise ValueError(f"{type(module).__name__} is wrapped already; expected every module to be wrapped once")
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{type(module).__name__} has no forward that a unit could follow; expected its children, one by one"
+        )
+    comm = runtime.comm
+    taken = {id(m.parameter) for unit in runtime.units for group in unit.own_groups for m in group.managed}
+    walk = _Walk(options.ignored, taken)
+    walk.visit(module, path)
+    owned = list(walk.owned.values())
+    for managed in owned:
+        if managed.parameter.is_meta:
+            raise UnsupportedError(
+                f"parameter {managed.name!r} is on the meta device; expected values. Call to_empty and initialise first"
+            )
+    buffers = [(name, buffer) for name, owner, key in walk.buffers if (buffer := owner._buffers[key]) is not None]
+    check_same(comm, [(m.name, m.parameter) for m in owned], "parameter")
+    check_same(comm, buffers, "buffer")
+    broadcast_tensors(comm, (buffer for _, buffer in buffers))
+    groups = [
+        ParamGroup(parameters, comm, options.strategy, options.policy, options.grad_views)
+        for parameters in _group(owned, options.bucket_mb)
+    ]
+    buffer_owners = [(owner, key) for _, owner, key in walk.buffers]
+    unit = Unit(hooked, groups, options.policy, options.reshard_after_forward, buffer_owners)
+    for prefix, inner in walk.inner:
+        if inner.runtime is not runtime:
+            for managed in (m for other in inner.runtime.units for group in other.own_groups for m in group.managed):
+                managed.name = prefix + managed.name
+            runtime.absorb(inner.runtime)
+    runtime.add(unit)
+    _borrow(unit, walk.borrowed)
+    if options.strategy.shards:
+        refuse_plain_state_dict(unit, module)
+    hooked.__dict__["_fsdp_unit"] = unit
+    return unit
+
+
+@dataclass
+class _Walk:
+    """A walk from a module down to inner units, and what it finds on the way."""
+
+    ignored: frozenset[int]
+    taken: set[int]  # ids of parameters that units of this model manage
+    inner: list[tuple[str, Unit]] = field(default_factory=list)
+    owned: dict[int, ManagedParameter] = field(default_factory=dict)
+    borrowed: list[tuple[nn.Parameter, nn.Module, str]] = field(default_factory=list)
+    buffers: list[tuple[str, nn.Module, str]] = field(default_factory=list)
+    seen: set[nn.Module] = field(default_factory=set)
+
+    def visit(self, module: nn.Module, prefix: str) -> None:
+        if module in self.seen:
+            return
+        self.seen.add(module)
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in self.ignored:
+                continue
+            if id(parameter) in self.taken or hasattr(parameter, "full_shape"):
+                self.borrowed.append((parameter, module, name))
+            else:
+                managed = self.owned.setdefault(id(parameter), ManagedParameter(prefix + name, parameter))
+                managed.owners.append((module, name))
+        self.buffers += [(prefix + name, module, name) for name, value in module._buffers.items() if value is not None]
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            unit = find_unit(child)
+            if unit is not None:
+                self.inner.append((f"{prefix}{name}.", unit))
+            else:
+                self.visit(child, f"{prefix}{name}.")
+
+
+def _group(parameters: Sequence[ManagedParameter], bucket_mb: float | None) -> list[list[ManagedParameter]]:
+    """One list a dtype; with ``bucket_mb``, filled from the last parameter and returned first to last."""
+    if bucket_mb is None:
+        by_dtype: dict[torch.dtype, list[ManagedParameter]] = {}
+        for managed in parameters:
+            by_dtype.setdefault(managed.parameter.dtype, []).append(managed)
+        return list(by_dtype.values())
+    full: list[list[ManagedParameter]] = []
+    filling: dict[torch.dtype, tuple[list[ManagedParameter], float]] = {}
+    limit = min(FIRST_BUCKET_MB, bucket_mb)
+    for managed in reversed(parameters):
+        dtype = managed.parameter.dtype
+        bucket, size = filling.pop(dtype, ([], 0.0))
+        bucket.insert(0, managed)
+        size += managed.parameter.numel() * managed.parameter.element_size() / 2**20
+        if size >= limit:
+            full.append(bucket)
+            limit = bucket_mb
+        else:
+            filling[dtype] = (bucket, size)
+    return [*full, *(bucket for bucket, _ in filling.values())][::-1]
+
+
+def _borrow(unit: Unit, borrowed: Sequence[tuple[nn.Parameter, nn.Module, str]]) -> None:
+    """Parameters that an earlier unit of the model manages: use its group, and let its leaves be seen here too."""
+    for parameter, module, name in borrowed:
+        for group in unit.runtime.groups:
+            managed = next((m for m in group.managed if m.parameter is parameter), None)
+            if managed is not None:
+                managed.owners.append((module, name))
+                if group not in unit.groups:
+                    unit.groups.append(group)
+                break
+        else:
+            raise UnsupportedError(
+                f"{type(module).__name__}.{name} is tied to a parameter that a unit outside of "
+                f"{type(unit.module).__name__} manages; expected one call to wrap both: "
+                "fully_shard(model, comm, units=[...])"
+            )

@@ -1,0 +1,606 @@
+"""What models look like: tied weights, strange outputs, strange dtypes, unused units, failures, copies."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import collectives
+from collectives import Communicator
+from collectives.errors import CommError, UnsupportedError
+from fsdp import CPUOffloadPolicy, DistributedDataParallel, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp.param_group import Storage
+from fsdp.unit import unit_of
+from tests.fsdp.models import (
+    STRATEGIES,
+    WIDTH,
+    WORDS,
+    OddBlock,
+    OddNet,
+    adamw,
+    difference,
+    filled,
+    full_state,
+    loss_of,
+    parameter,
+    reference,
+    sgd,
+    train,
+    words,
+    wrapped,
+)  # fmt: skip
+from tests.ranks import run_ranks
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
+    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
+
+
+# Shapes, names and identity
+
+
+def identity(comm: Communicator, stage: int) -> None:
+    model = filled(OddNet(2), comm.rank)
+    before = dict(model.named_parameters())
+    optim_before = adamw(model.parameters())
+    fully_shard(model, comm, stage=stage, units=[OddBlock])
+    after = dict(model.named_parameters())
+    assert list(before) == list(after)
+    assert all(before[name] is after[name] for name in before)
+    expected = dict(filled(OddNet(2)).named_parameters())
+    for name, p in after.items():
+        assert p.full_shape == expected[name].shape  # type: ignore[attr-defined]
+        assert p.dtype == torch.float64
+        if p.full_shape:  # type: ignore[attr-defined]
+            assert p.shape == (p.numel(),) + (1,) * (expected[name].ndim - 1)
+    loss = loss_of(model, words(comm.rank, 0))
+    assert all(before[name] is p for name, p in model.named_parameters())
+    loss.backward()
+    assert all(before[name] is p and p.grad is not None and p.grad.shape == p.shape
+               for name, p in model.named_parameters())  # fmt: skip
+    optim_before.step()
+    assert isinstance(model, OddNet)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model.blocks[0], OddBlock)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_parameters_keep_identity_names_and_ndim(world_size: int, stage: int) -> None:
+    run(identity, stage, n=world_size)
+
+
+def optimizer_before(comm: Communicator, strategy: str | int) -> float:
+    model = filled(OddNet(2), comm.rank)
+    optim = sgd(model.parameters())
+    model = wrapped(model, comm, strategy, [OddBlock])
+    for step in range(3):
+        optim.zero_grad()
+        loss_of(model, words(comm.rank, step)).backward()
+        optim.step()
+    return difference(full_state(model), reference(filled(OddNet(2)), comm.world_size, 3, sgd)[0])
+
+
+@every_strategy
+def test_an_optimizer_built_before_wrapping(strategy: str | int) -> None:
+    assert max(run(optimizer_before, strategy, n=3)) < 1e-10
+
+
+def bottom_up(comm: Communicator, stage: int) -> float:
+    model = filled(OddNet(3), comm.rank)
+    for block in model.blocks:
+        fully_shard(block, comm, stage=stage)
+    fully_shard(model, comm, stage=stage)
+    return difference(train(comm, model, 3, adamw)[0], reference(filled(OddNet(3)), comm.world_size, 3, adamw)[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nested_calls_bottom_up(stage: int) -> None:
+    assert max(run(bottom_up, stage)) < 1e-10
+
+
+class Tied(OddNet):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.embedding = self.head
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(WORDS, WIDTH)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return F.embedding(batch, self.weight)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(WORDS, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class TiedAcross(nn.Module):
+    """Like GPT-2, but with the embedding and the head as units of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Embed()
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(2))
+        self.head = Head()
+        self.head.weight = self.embed.weight
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TiedToRoot(TiedAcross):
+    """The head is no unit: the root borrows the weight of the embedding's unit."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.head.weight)
+
+
+def tied(comm: Communicator, strategy: str | int, cls: Any, units: Any) -> tuple[float, bool]:
+    model = wrapped(filled(cls(), comm.rank), comm, strategy, units)
+    state, _ = train(comm, model, 3, adamw)
+    inner = model.module if strategy == "ddp" else model
+    names = [n for n, _ in inner.named_parameters(remove_duplicate=False)]
+    still = len(names) == 1 + len(dict(inner.named_parameters()))
+    return difference(state, reference(filled(cls()), comm.world_size, 3, adamw)[0]), still
+
+
+@every_strategy
+@pytest.mark.parametrize(
+    ("cls", "units"),
+    [(Tied, None), (Tied, [OddBlock]), (TiedAcross, [Embed, OddBlock, Head]), (TiedToRoot, [Embed, OddBlock])],
+)
+def test_tied_weights(strategy: str | int, cls: Any, units: Any) -> None:
+    for worst, still_tied in run(tied, strategy, cls, units):
+        assert worst < 1e-10
+        assert still_tied
+
+
+# State that starts as rank 0's
+
+
+class Mixed(nn.Module):
+    """0-dim, integer, and narrow parameters; buffers of three dtypes."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0 + rank))
+        self.index = nn.Parameter(torch.tensor([1, 2, 3]) + rank, requires_grad=False)
+        self.code = nn.Parameter(torch.tensor([7 + rank], dtype=torch.uint8), requires_grad=False)
+        self.narrow = nn.Parameter(torch.full((5,), 1.0 + rank, dtype=torch.bfloat16))
+        self.register_buffer("mean", torch.full((3,), float(rank)))
+        self.register_buffer("count", torch.tensor(rank, dtype=torch.uint8))
+        self.register_buffer("mask", torch.tensor([rank == 0, rank == 1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale * self.index * self.code).sum() + self.narrow.float().sum() * self.mean.sum()
+
+
+def mixed(comm: Communicator, strategy: str | int) -> None:
+    model = wrapped(Mixed(comm.rank), comm, strategy)
+    assert difference(full_state(model), dict(Mixed(0).state_dict())) == 0
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.ones(3)).backward()
+    optim.step()
+    state = full_state(model)
+    assert float(state["scale"]) == 2.0 - 0.5 * 6 * 7
+    assert state["scale"].shape == ()
+    assert state["index"].tolist() == [1, 2, 3]
+    assert state["code"].dtype == torch.uint8
+
+
+@every_strategy
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_d19_f1_f11_all_dtypes_start_as_on_rank_0(strategy: str | int, world_size: int) -> None:
+    run(mixed, strategy, n=world_size)
+
+
+def different_shapes(comm: Communicator, strategy: str | int, what: str) -> str:
+    model = filled(OddNet(1), dtype=torch.float32)
+    if comm.rank == 1:
+        if what == "shape":
+            model.blocks[0].row = parameter(1, 8)
+        elif what == "dtype":
+            model.blocks[0].row.data = model.blocks[0].row.data.bfloat16()
+        else:
+            del model.head
+    try:
+        wrapped(model, comm, strategy)
+    except ValueError as error:
+        comm.barrier()  # the communicator stays usable
+        return str(error)
+    return ""
+
+
+@every_strategy
+@pytest.mark.parametrize(("what", "name"), [("shape", "row"), ("dtype", "row"), ("missing", "head")])
+def test_different_modules_raise_on_all_ranks(strategy: str | int, what: str, name: str) -> None:
+    messages = run(different_shapes, strategy, what, n=3)
+    assert len(set(messages)) == 1
+    assert name in messages[0]
+    assert "rank 1" in messages[0]
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.register_buffer("buf", torch.zeros(1))
+        self.step = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.buf.clone()
+        self.buf = self.buf + self.step
+        return self.w * x
+
+
+def reassigned_buffer(comm: Communicator, strategy: str | int) -> float:
+    inner = Counter()
+    inner.step = comm.rank + 1.0
+    model = wrapped(inner, comm, strategy)
+    model(torch.ones(1))
+    model(torch.ones(1))
+    return float(inner.seen)
+
+
+@every_strategy
+def test_d7_a_reassigned_buffer_is_still_rank_0s(strategy: str | int) -> None:
+    assert run(reassigned_buffer, strategy) == [1.0, 1.0]
+
+
+def random_stream(comm: Communicator, strategy: str | int) -> bool:
+    torch.manual_seed(comm.rank)
+    nn.Linear(3, 3)
+    expected = torch.rand(4)
+    torch.manual_seed(comm.rank)
+    wrapped(nn.Linear(3, 3), comm, strategy)
+    return torch.equal(torch.rand(4), expected)
+
+
+@every_strategy
+def test_d17_wrapping_draws_no_random_numbers(strategy: str | int) -> None:
+    assert run_ranks(random_stream, strategy, world_size=2, backend="gloo") == [True, True]
+
+
+# Outputs, and units that are not used
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass
+class Record:
+    value: torch.Tensor
+    note: str = ""
+
+
+class Plain:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+CONTAINERS: dict[str, Any] = {
+    "tuple": lambda t: (None, t),
+    "dict": lambda t: {"x": t, "n": 3},
+    "list": lambda t: [t],
+    "namedtuple": lambda t: Pair(t, None),
+    "dataclass": lambda t: Record(t),
+    "nested": lambda t: {"a": [(None, Record(t))]},
+    "object": lambda t: Plain(t),
+}
+
+
+def dig(value: Any) -> torch.Tensor:
+    """The tensor inside."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, dict):
+        return next(dig(v) for v in value.values() if not isinstance(v, int))
+    if isinstance(value, (tuple, list)):
+        return next(dig(v) for v in value if v is not None)
+    return value.value
+
+
+class Packs(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block = OddBlock()
+        self.kind = kind
+
+    def forward(self, *, packed: Any, flag: bool) -> Any:
+        assert flag
+        return CONTAINERS[self.kind](self.block(dig(packed)))
+
+
+class Chain(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = Packs(kind)
+        self.second = Packs(kind)
+        self.head = parameter(WORDS, WIDTH)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x: Any = F.embedding(batch, self.head)
+        for unit in (self.first, self.second):
+            x = unit(packed=x, flag=True)
+        y = dig(x)
+        y += 1  # a change in place of what a unit returned
+        return F.linear(y, self.head)
+
+
+def contained(comm: Communicator, kind: str, stage: int) -> float:
+    model = fully_shard(filled(Chain(kind), comm.rank), comm, stage=stage, units=[Packs])
+    state, _ = train(comm, model, 2, adamw)
+    return difference(state, reference(filled(Chain(kind)), comm.world_size, 2, adamw)[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_f13_outputs_of_any_container(kind: str, stage: int) -> None:
+    assert max(run(contained, kind, stage)) < 1e-10
+
+
+class Alternating(nn.Module):
+    """Encoder a in even steps, encoder b in odd ones; the other's output may be computed and left out."""
+
+    def __init__(self, computes_both: bool) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleList([OddBlock(), OddBlock()])
+        self.empty = nn.Identity()
+        self.head = parameter(WORDS, WIDTH)
+        self.computes_both = computes_both
+        self.turn = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.empty(F.embedding(batch, self.head))
+        if self.computes_both:
+            self.encoders[1 - self.turn % 2](x)
+        x = self.encoders[self.turn % 2](x)
+        return F.linear(x, self.head)
+
+
+def alternate(comm: Communicator | None, strategy: str | int, both: bool, to_none: bool) -> Any:
+    model: Any = filled(Alternating(both), 0 if comm is None else comm.rank)
+    inner = model
+    if comm is not None:
+        model = wrapped(model, comm, strategy, [OddBlock, nn.Identity])
+    optim = sgd(model.parameters())
+    missing = []
+    for step in range(4):
+        optim.zero_grad(set_to_none=to_none)
+        for rank in [comm.rank] if comm is not None else range(2):
+            inner.turn = step
+            loss = loss_of(model, words(rank, step))
+            (loss if comm is not None else loss / 2).backward()
+        missing.append([p.grad is None for p in inner.parameters()])
+        optim.step()
+        if comm is not None and strategy not in ("ddp", 0):
+            assert all(g.storage is Storage.FREED for g in unit_of(model).runtime.groups)
+    return (full_state(model) if comm is not None else model.state_dict()), missing
+
+
+@every_strategy
+@pytest.mark.parametrize("both", [False, True], ids=["skipped", "left out"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_f15_units_that_alternate(strategy: str | int, both: bool, to_none: bool) -> None:
+    expected, expected_missing = alternate(None, strategy, both, to_none)
+    for state, missing in run(alternate, strategy, both, to_none):
+        assert difference(state, expected) < 1e-10
+        assert missing == expected_missing
+
+
+# Modes, failures, life
+
+
+def modes(comm: Communicator, strategy: str | int) -> float:
+    """Forwards without backward, in any order, change nothing, and see every optimizer step."""
+    model = wrapped(filled(OddNet(2), comm.rank), comm, strategy, [OddBlock])
+    plain = filled(OddNet(2))
+    optim = sgd(model.parameters())
+    worst = 0.0
+    for step in range(4):
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            model.eval()
+            plain.load_state_dict(full_state(model))
+            worst = max(worst, float((model(words(0, 9)) - plain(words(0, 9))).abs().max()))
+            model.train()
+        model(words(comm.rank, 7))  # a graph that nobody uses
+        optim.zero_grad()
+        loss_of(model, words(comm.rank, step)).backward()
+        optim.step()
+    return max(worst, difference(full_state(model), reference(filled(OddNet(2)), comm.world_size, 4, sgd)[0]))
+
+
+@every_strategy
+def test_eval_and_train_in_any_order(strategy: str | int) -> None:
+    assert max(run(modes, strategy)) < 1e-10
+
+
+class Fails(OddNet):
+    where = ""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        y = super().forward(batch)
+        if self.where == "forward":
+            raise KeyError("in forward")
+        if self.where == "backward":
+            y.register_hook(lambda g: self.fail(g))
+        if self.where == "deep in backward":
+            x = self.blocks[0](F.embedding(batch, self.embedding))
+            x.register_hook(lambda g: self.fail(g))
+            y = y + F.linear(self.blocks[1](x), self.head)
+        return y
+
+    def fail(self, _: torch.Tensor) -> None:
+        raise KeyError("in backward")
+
+
+def failing(comm: Communicator, strategy: str | int, where: str) -> float:
+    inner = filled(Fails(2), comm.rank)
+    model = wrapped(inner, comm, strategy, [OddBlock])
+    optim = sgd(model.parameters())
+    for step in range(2):
+        inner.where = where
+        with pytest.raises(KeyError):
+            loss_of(model, words(comm.rank, 5)).backward()
+        inner.where = ""
+        optim.zero_grad()
+        loss_of(model, words(comm.rank, step)).backward()
+        optim.step()
+    return difference(full_state(model), reference(filled(OddNet(2)), comm.world_size, 2, sgd)[0])
+
+
+@every_strategy
+@pytest.mark.parametrize("where", ["forward", "backward", "deep in backward"])
+def test_training_goes_on_after_an_exception(strategy: str | int, where: str) -> None:
+    assert max(run(failing, strategy, where)) < 1e-10
+
+
+def edited(comm: Communicator, stage: int, how: str) -> Any:
+    model = fully_shard(filled(OddNet(1), comm.rank), comm, stage=stage)
+    optim = sgd(model.parameters())
+    p = model.embedding
+    if how == "in place":
+        with torch.no_grad():
+            p.fill_(2.0)
+    elif how == "data":
+        p.data = torch.full_like(p, 2.0)
+    elif how == "assign":
+        model.embedding = nn.Parameter(torch.full_like(p, 2.0))
+    elif how == "dtype":
+        model.float()
+    else:
+        model.embedding = nn.Parameter(torch.full((WORDS + 1, WIDTH), 2.0))
+    try:
+        loss_of(model, words(comm.rank, 0)).backward()
+    except ValueError as error:
+        return str(error)
+    assert model.embedding is p
+    assert torch.equal(full_state(model)["embedding"], torch.full((WORDS, WIDTH), 2.0, dtype=torch.float64))
+    optim.step()
+    return not torch.equal(full_state(model)["embedding"], torch.full((WORDS, WIDTH), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["in place", "data", "assign"])
+def test_edited_shards_count(stage: int, how: str) -> None:
+    assert run(edited, stage, how) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["dtype", "shape"])
+def test_replaced_parameters_raise_by_name(how: str) -> None:
+    for message in run(edited, 3, how):
+        assert "embedding" in message or "row" in message or "'" in message
+
+
+def replaced(comm: Communicator) -> str:
+    model = DistributedDataParallel(Counter(), comm)
+    model.module.w = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="'w' was replaced") as caught:
+        model(torch.ones(1))
+    return str(caught.value)
+
+
+def test_d5_a_replaced_parameter_raises_under_ddp() -> None:
+    run(replaced)
+
+
+def copied(comm: Communicator, strategy: str | int) -> None:
+    model = wrapped(filled(OddNet(1)), comm, strategy)
+    loss_of(model, words(comm.rank, 0)).backward()
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match=r"full_state_dict|\.module"):
+            copying(model)
+    if strategy == "ddp":
+        twin = copy.deepcopy(model.module)
+        assert difference(dict(twin.state_dict()), full_state(model)) == 0
+        loss_of(twin, words(comm.rank, 1)).backward()
+
+
+@every_strategy
+def test_d15_copies_raise_and_say_what_to_copy(strategy: str | int) -> None:
+    run(copied, strategy)
+
+
+def deleted(comm: Communicator, strategy: str | int) -> list[weakref.ref[Any]]:
+    model = wrapped(filled(OddNet(1)), comm, strategy, [OddBlock])
+    optim = adamw(model.parameters())
+    for step in range(2):
+        loss_of(model, words(comm.rank, step)).backward()
+        optim.step()
+    full_state(model)
+    return [weakref.ref(model), weakref.ref(unit_of(model).runtime), weakref.ref(next(model.parameters()))]
+
+
+@every_strategy
+def test_f29_a_deleted_model_is_gone(strategy: str | int) -> None:
+    watched = run(deleted, strategy)
+    gc.collect()
+    assert all(ref() is None for refs in watched for ref in refs)
+
+
+# What is refused
+
+
+def refused(comm: Communicator) -> None:
+    def linear() -> nn.Module:
+        return nn.Linear(3, 3)
+
+    for name, value in (("replicate_comm", comm), ("owner", "balanced"), ("offload_policy", CPUOffloadPolicy()),
+                        ("reshard_after_forward", 2)):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=name):
+            fully_shard(linear(), comm, **{name: value})
+    with pytest.raises(UnsupportedError, match="param_dtype"):
+        fully_shard(linear(), comm, stage=0, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedError, match="meta"):
+        fully_shard(nn.Linear(3, 3, device="meta"), comm)
+    with pytest.raises(ValueError, match="stage"):
+        fully_shard(linear(), comm, stage=4)
+    with pytest.raises(ValueError, match="chose nothing"):
+        fully_shard(linear(), comm, units=[OddBlock])
+    with pytest.raises(ValueError, match="no forward"):
+        fully_shard(nn.ModuleList([linear()]), comm)
+    with pytest.raises(ValueError, match="wrapped already"):
+        fully_shard(fully_shard(linear(), comm), comm)
+    with pytest.raises(TypeError, match="comm"):
+        fully_shard(linear(), "gloo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        DistributedDataParallel(linear(), comm, bucket_cap_mb=0)
+    model = fully_shard(linear(), comm)
+    with pytest.raises(UnsupportedError, match="full_state_dict"):
+        model.state_dict()
+    model(torch.ones(3)).sum().backward()
+    for foreach in (None, False):
+        with pytest.raises(UnsupportedError, match="clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+    assert issubclass(UnsupportedError, CommError)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unsupported_options_raise_by_name(world_size: int) -> None:
+    run(refused, n=world_size)
