@@ -1,4 +1,4 @@
-"""One collective call: which algorithm carries it, and the steps that this takes."""
+"""One collective call: what is to be done with which elements, and the steps that this takes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ from collectives.types import ReduceOp
 
 Algorithm: TypeAlias = "str | Schedule | None"
 NATIVE = "native"
-
-# From here on the ring's neighbours-only traffic pays for its many rounds.
-_RING_FROM_BYTES = 32 * 1024
-_FALLBACK = {"broadcast": "tree", "all_to_all": "pairwise", "barrier": "dissemination"}
 
 
 @dataclass(frozen=True)
@@ -111,51 +107,3 @@ class Collective:
 def plan(schedule: Schedule, rank: int, size: int, root: int | None) -> Plan:
     """A schedule's rounds for a rank. Schedules are pure, so plans are kept."""
     return Plan.of(schedule(rank, size) if root is None else schedule(rank, size, root))
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which algorithm runs. It depends on the call's signature alone, so all ranks choose alike.
-
-    ``ring``: never the library's own collectives. ``default``: the algorithm of calls that name none, where it exists.
-    """
-
-    backend: Backend
-    ring: bool
-    default: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.default is not None and self.default not in {name for _, name in SCHEDULES}:
-            raise ValueError(f"unknown algorithm {self.default!r}; expected one of {_known(None)}")
-
-    def choose(self, call: Collective, algorithm: Algorithm) -> str | Schedule:
-        """The schedule's name or generator, or ``NATIVE``. Raises ``ValueError`` for a name that does not exist."""
-        operation = call.operation
-        if callable(algorithm):
-            return algorithm
-        if algorithm is not None:
-            if algorithm != NATIVE and (operation, algorithm) not in SCHEDULES:
-                raise ValueError(f"{operation} has no algorithm {algorithm!r}; expected one of {_known(operation)}")
-            return algorithm
-        if self.default is not None and (operation, self.default) in SCHEDULES:
-            return self.default
-        if not self.ring and self.has_native(call):
-            return NATIVE
-        if operation in _FALLBACK:
-            return _FALLBACK[operation]
-        # Sums of 16-bit floats travel unrounded along a ring, as float32: twice the bytes of sending the terms.
-        widened = call.op is not None and accumulation_dtype(call.dtype) != call.dtype
-        large = call.numel * call.dtype.itemsize >= _RING_FROM_BYTES
-        if self.ring and large and not widened and (operation, "ring") in SCHEDULES:
-            return "ring"
-        return "direct"
-
-    def has_native(self, call: Collective) -> bool:
-        op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
-        fits = call.even and 0 < call.numel <= self.backend.max_count
-        return fits and self.backend.size > 1 and self.backend.supports(call.operation, call.dtype, op)
-
-
-def _known(operation: str | None) -> str:
-    names = sorted({name for of, name in SCHEDULES if operation in (None, of)})
-    return ", ".join([*names, NATIVE])

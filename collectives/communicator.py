@@ -351,6 +351,7 @@ class Communicator(Endpoint):
             device=self.device,
             timeout=self.timeout,
             algorithm=self._selection.default,
+            table=self._selection.table,
             control=self._control,
             group=group,
             members=[self._progress.members[rank] for rank in members],

@@ -14,12 +14,13 @@ from typing_extensions import Self
 
 from collectives.arguments import Flat, check_numel, check_sizes
 from collectives.backend import Backend, Pending
-from collectives.collective import NATIVE, Algorithm, Collective, Selection
+from collectives.collective import NATIVE, Algorithm, Collective
 from collectives.control import Control
 from collectives.errors import CommClosedError, CommError
 from collectives.fork import generation
 from collectives.operation import DONE, Engine, Operation, Polling, Progress
 from collectives.schedules.executor import Post, Posted, Scratch
+from collectives.selection import Selection, Table
 from collectives.statistics import Row, Statistics, Stats
 from collectives.types import P2P, RankInfo, ReduceOp, Work
 
@@ -47,6 +48,7 @@ class Endpoint:
         device: torch.device | str | None = None,
         timeout: float = 600.0,
         algorithm: str | None = None,
+        table: Table | None = None,
         control: Control | None = None,
         group: str = "",
         members: Sequence[int] | None = None,
@@ -61,7 +63,7 @@ class Endpoint:
         self.timeout = timeout
         self._transport = backend
         self._layers = tuple(layers)
-        self._selection = Selection(backend, ring="ring" in layers, default=algorithm)
+        self._selection = Selection(backend, name, ring="ring" in layers, default=algorithm, table=table)
         self._scratch = Scratch()  # collectives run one at a time
         self._statistics = Statistics()
         self._expresses: dict[tuple[str, torch.dtype, ReduceOp | None, int, int], Express] = {}

@@ -13,6 +13,7 @@ from collectives.backend import Backend, Bootstrap
 from collectives.backends.threads import ThreadsBackend, World
 from collectives.communicator import Communicator
 from collectives.errors import CommError, UnsupportedError
+from collectives.selection import Table
 from collectives.types import RankInfo
 
 
@@ -23,6 +24,7 @@ def run(
     backend: str = "threads",
     timeout: float = 600.0,
     algorithm: str | None = None,
+    table: Table | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(comm, *args, **kwargs)`` on ``n`` ranks, which are threads of this process.
@@ -32,6 +34,7 @@ def run(
             ``mpirun``, or with ``python -m launch``.
         timeout: seconds that a call waits for its peers.
         algorithm: the default algorithm of the communicator.
+        table: measured choices of algorithms; None: those that come with the package.
 
     Returns:
         What each rank returned, in rank order.
@@ -41,6 +44,7 @@ def run(
     """
     stack = backends.parse(backend)
     transport = _transports(stack.base, n, timeout)
+    choices = Table.shipped() if table is None else table
     results: list[Any] = [None] * n
     failures: list[tuple[int, BaseException]] = []
 
@@ -48,7 +52,13 @@ def run(
         try:
             info = RankInfo(rank=rank, world_size=n, local_rank=rank, local_world_size=n, launcher="threads")
             comm = Communicator(
-                transport(info), info, name=backend, layers=stack.layers, timeout=timeout, algorithm=algorithm
+                transport(info),
+                info,
+                name=backend,
+                layers=stack.layers,
+                timeout=timeout,
+                algorithm=algorithm,
+                table=choices,
             )
             with comm:
                 results[rank] = fn(comm, *args, **kwargs)

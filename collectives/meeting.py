@@ -7,7 +7,7 @@ import socket
 import stat
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,7 @@ from collectives.control import Control
 from collectives.errors import RendezvousError, UnsupportedError
 from collectives.types import RankInfo
 
+Share: TypeAlias = Callable[["bytes | None", str], bytes]  # rank 0's bytes, under a key, on every rank
 LOOPBACK = "127.0.0.1"
 _JOB_STORES: dict[tuple[int, str, int], Any] = {}  # a port is a resource of the process, like a descriptor
 
@@ -123,24 +124,31 @@ def _meet_over_mpi(info: RankInfo, environ: Mapping[str, str], timeout: float) -
     return store, host
 
 
+def sharer(info: RankInfo, environ: Mapping[str, str], base: str, store: Callable[[], Any]) -> Share:
+    """What carries rank 0's bytes to every rank before there is a communicator: MPI, or the job's store."""
+    if info.world_size == 1:
+        return lambda told, key: told or b""
+    if base == "mpi":
+        broadcast = load_mpi(environ).broadcast_bytes
+        return lambda told, key: bytes(broadcast(told))
+
+    def share(told: bytes | None, key: str) -> bytes:
+        if told is not None:
+            store().set(key, told)
+        return bytes(store().get(key))
+
+    return share
+
+
 def connect_control(
-    info: RankInfo, environ: Mapping[str, str], base: str, address: str, store: Callable[[], Any], timeout: float
+    info: RankInfo, environ: Mapping[str, str], base: str, address: str, share: Share, timeout: float
 ) -> Control | None:
     """The control plane of the job; None where there is nobody else. ``address`` is what peers reach this host at."""
     if info.world_size == 1:
         return None
-    if base == "mpi":
-        share = load_mpi(environ).broadcast_bytes
-        if info.local_world_size < info.world_size:
-            address = own_address(environ)
-    else:
-
-        def share(told: bytes | None) -> bytes:
-            if told is not None:
-                store().set("control", told)
-            return bytes(store().get("control"))
-
-    return Control(info.rank, info.world_size, share, address, timeout)
+    if base == "mpi" and info.local_world_size < info.world_size:
+        address = own_address(environ)
+    return Control(info.rank, info.world_size, lambda told: share(told, "control"), address, timeout)
 
 
 def own_address(environ: Mapping[str, str]) -> str:

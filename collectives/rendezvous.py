@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +32,9 @@ from collectives.meeting import (
     meet,
     mpi_world,
     require_own_devices,
+    sharer,
 )
+from collectives.selection import Table, agree_on_table
 from collectives.types import RankInfo
 
 __all__ = ["Plan", "environment", "init", "plan", "resolve"]
@@ -58,6 +61,7 @@ def init(
     setup_timeout: float = 600.0,
     validate: bool | None = None,
     algorithm: str | None = None,
+    table: Table | str | Path | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
@@ -78,12 +82,14 @@ def init(
         setup_timeout: seconds that this function waits for them.
         validate: reserved for comparing what the ranks call; only None and False are accepted so far.
         algorithm: the default algorithm of collectives; None chooses by operation and size.
+        table: rank 0's measured choices of algorithms, as an object or a file (see ``collectives.selection``), which
+            all ranks then use. None: COLLECTIVES_TABLE of rank 0, else the one that comes with the package.
         rank, world_size: who this process is, for a job that no launcher started. They outrank every variable.
         local_rank, local_world_size: the same among the ranks of this host.
         master_addr, master_port: where rank 0 serves the job's key-value store. They outrank MASTER_ADDR, MASTER_PORT.
 
     Raises:
-        ValueError: an unknown backend, or arguments that contradict each other.
+        ValueError: an unknown backend, arguments that contradict each other, or a table that cannot be read.
         UnsupportedError: the backend's library or device is missing here.
         RendezvousError: the environment contradicts itself, or the ranks did not meet.
     """
@@ -114,8 +120,10 @@ def init(
     if chosen.stack.base == "nccl" and info.world_size > 1:
         require_own_devices(meeting()[0], info, chosen.device)
     bootstrap = Bootstrap(info, chosen.device, setup_timeout, lambda: meeting()[0], address)
+    share = sharer(info, environ, chosen.stack.base, bootstrap.store)
+    table = agree_on_table(table or environ.get("COLLECTIVES_TABLE"), info.rank, lambda told: share(told, "table"))
     transport = backends.create(chosen.stack.base, bootstrap)
-    control = connect_control(info, environ, chosen.stack.base, address, bootstrap.store, setup_timeout)
+    control = connect_control(info, environ, chosen.stack.base, address, share, setup_timeout)
     comm = Communicator(
         transport,
         info,
@@ -124,6 +132,7 @@ def init(
         device=chosen.device,
         timeout=timeout,
         algorithm=algorithm,
+        table=table,
         control=control,
     )
     if info.world_size > 1:

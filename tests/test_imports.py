@@ -16,7 +16,7 @@ LAYERS = [
     {"types", "errors"},
     {"schedules"},
     {"backend"},
-    {"arguments", "collective", "control", "operation", "statistics", "communicator"},
+    {"arguments", "collective", "control", "operation", "selection", "statistics", "communicator"},
     {"backends"},
     {"hosts", "launchers", "local", "meeting", "rendezvous", "slurm"},
     {""},  # collectives/__init__.py

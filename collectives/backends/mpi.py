@@ -24,6 +24,7 @@ import torch
 from collectives.backend import Backend, Bootstrap, Pending
 from collectives.communicator import Communicator
 from collectives.errors import CommError, PeerLostError, RendezvousError, UnsupportedError
+from collectives.selection import Table, agree_on_table
 from collectives.types import P2P, RankInfo, ReduceOp
 
 # No narrower integers: Open MPI's vectorized sums of 8 and 16 bits stop at the largest value instead of wrapping.
@@ -300,7 +301,12 @@ def create(bootstrap: Bootstrap) -> MpiBackend:
 
 
 def from_mpi(
-    mpi_comm: Any, *, timeout: float = 600.0, layers: Sequence[str] = (), algorithm: str | None = None
+    mpi_comm: Any,
+    *,
+    timeout: float = 600.0,
+    layers: Sequence[str] = (),
+    algorithm: str | None = None,
+    table: Table | str | Path | None = None,
 ) -> Communicator:
     """A communicator over a duplicate of an mpi4py communicator, with its ranks. Collective over ``mpi_comm``.
 
@@ -311,6 +317,7 @@ def from_mpi(
         timeout: seconds that a call may take unless it says otherwise.
         layers: as in backend names: ("ring",) runs every collective by schedules.
         algorithm: the schedule family to prefer; None chooses by size.
+        table: measured choices of algorithms, as for ``init``; rank 0's holds.
     """
     local_rank, local_size, node = _locate(mpi_comm)
     info = RankInfo(
@@ -323,4 +330,12 @@ def from_mpi(
         variables={"mpi_comm": mpi_comm.Get_name()},
     )
     backend = MpiBackend(mpi_comm.Dup())
-    return Communicator(backend, info, name="mpi", layers=tuple(layers), timeout=timeout, algorithm=algorithm)
+    return Communicator(
+        backend,
+        info,
+        name="+".join([*layers, "mpi"]),
+        layers=tuple(layers),
+        timeout=timeout,
+        algorithm=algorithm,
+        table=agree_on_table(table, info.rank, lambda told: bytes(mpi_comm.bcast(told, root=0))),
+    )
