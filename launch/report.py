@@ -52,7 +52,8 @@ class Report:
         self._files = ExitStack()
         console = Console(file=sys.stdout, highlight=False)
         self._live: Progress | None = None
-        if sys.stdout.isatty() and not console.is_dumb_terminal:
+        # Open MPI gives every rank a terminal of its own for stdout, whatever mpirun writes to, but not for stderr.
+        if sys.stdout.isatty() and sys.stderr.isatty() and not console.is_dumb_terminal:
             columns = (
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.ranks import run_ranks
 
 def test_bigram_entropy_is_the_conditional_entropy_of_the_counts() -> None:
     text = b"the cat sat on the mat; a bat at that. " * 3
-    pairs, firsts = Counter(zip(text, text[1:], strict=False)), Counter(text[:-1])
+    pairs, firsts = Counter(itertools.pairwise(text)), Counter(text[:-1])
     expected = -sum(n / (len(text) - 1) * math.log(n / firsts[a]) for (a, _), n in pairs.items())
     assert data.bigram_entropy(torch.tensor(list(text), dtype=torch.uint8)) == pytest.approx(expected, rel=1e-12)
 
@@ -63,7 +64,7 @@ def test_held_out_windows_do_not_overlap_and_stay_inside(length: int, count: int
     starts = data.held_out_starts(torch.zeros(length), count, 16).tolist()
     assert len(starts) == min(count, (length - 1) // 16) >= 1
     assert starts[0] == 0
-    assert all(b - a >= 16 for a, b in zip(starts, starts[1:], strict=False))
+    assert all(b - a >= 16 for a, b in itertools.pairwise(starts))
     assert starts[-1] + 16 + 1 <= length
 
 
