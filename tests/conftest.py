@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator
 
 import pytest
+import torch
 
 from tests import ranks
 
@@ -16,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # torch is loaded by now and has taken every core; ranks that are threads would fight
 
 
 @pytest.hookimpl(trylast=True)
