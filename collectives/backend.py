@@ -10,9 +10,9 @@ Writing one takes a file with a subclass of ``Backend``, a ``create(bootstrap)``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,16 @@ class Pending(Protocol):
 
         Raises ``CommTimeoutError`` at ``deadline``, a ``time.monotonic()`` value. Called only where ``waits`` is true.
         """
+
+
+class LibraryCall(NamedTuple):
+    """A blocking collective of the library itself: ``run(output, input)`` with SUM, and rank 0 as root.
+
+    Where the operation works in place (all_reduce, broadcast) ``output`` is the tensor and ``input`` is not looked at.
+    """
+
+    operation: str
+    run: Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,13 @@ class Backend(ABC):
     def _barrier(self) -> Pending:
         """Done when every rank has started it."""
         raise UnsupportedError(f"{self.name} has no barrier of its own")
+
+    def _library(self) -> Mapping[str, LibraryCall]:
+        """The library's own calls by the names it gives them, for benchmarks: neither guarded nor checked.
+
+        Of the calls for one operation the usual one comes first.
+        """
+        return {}
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The buffer that this backend reaches fastest."""

@@ -14,14 +14,14 @@ import importlib.util
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from collectives.backend import Backend, Bootstrap, Pending
+from collectives.backend import Backend, Bootstrap, LibraryCall, Pending
 from collectives.communicator import Communicator
 from collectives.errors import CommError, PeerLostError, RendezvousError, UnsupportedError
 from collectives.selection import Table, agree_on_table
@@ -252,6 +252,34 @@ class MpiBackend(Backend):
 
     def _typed(self, tensor: torch.Tensor) -> list[Any]:
         return [self._bytes(tensor), getattr(self.MPI, _DATATYPES[tensor.dtype])]
+
+    def _library(self) -> Mapping[str, LibraryCall]:
+        comm, place, sum_ = self._comm, self.MPI.IN_PLACE, self.MPI.SUM
+        typed, data = self._typed, self._bytes
+        forms: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]] = {
+            "Allreduce": ("all_reduce", lambda output, _: (place, typed(output), sum_)),
+            "Reduce_scatter_block": ("reduce_scatter", lambda output, input: (typed(input), typed(output), sum_)),
+            "Allgather": ("all_gather", lambda output, input: (data(input), data(output))),
+            "Bcast": ("broadcast", lambda output, _: (data(output), 0)),
+        }
+
+        def blocking(name: str, arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., object]:
+            call = getattr(comm, name)
+            return lambda output, input: call(*arguments(output, input))
+
+        def tested(name: str, arguments: Callable[..., tuple[Any, ...]]) -> Callable[..., object]:
+            call = getattr(comm, f"I{name.lower()}")
+
+            def run(output: torch.Tensor, input: torch.Tensor) -> None:
+                test = call(*arguments(output, input)).Test
+                while not test():
+                    pass
+
+            return run
+
+        calls = {name: LibraryCall(of, blocking(name, arguments)) for name, (of, arguments) in forms.items()}
+        calls |= {f"I{name.lower()}": LibraryCall(of, tested(name, args)) for name, (of, args) in forms.items()}
+        return calls
 
     def _split(self, members: Sequence[int], name: str) -> Backend:
         everyone = self._comm.Get_group()

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from collectives.backend import Backend, Bootstrap, Pending
+from collectives.backend import Backend, Bootstrap, LibraryCall, Pending
 from collectives.backends.sockets import await_listener, listen, within
 from collectives.errors import CommError, CommTimeoutError, PeerLostError, RendezvousError, UnsupportedError
 from collectives.types import P2P, ReduceOp
@@ -218,6 +218,17 @@ class GlooBackend(Backend):
             return _GlooPending(self, [start()], [-1])
         except RuntimeError as error:
             raise self._translate(error, -1) from error
+
+    def _library(self) -> Mapping[str, LibraryCall]:
+        group, broadcast = self._group, dist.BroadcastOptions()
+        return {
+            "allreduce": LibraryCall("all_reduce", lambda output, _: group.allreduce([output]).wait()),
+            "reduce_scatter": LibraryCall(
+                "reduce_scatter", lambda output, input: group._reduce_scatter_base(output, input).wait()
+            ),
+            "allgather": LibraryCall("all_gather", lambda output, input: group._allgather_base(output, input).wait()),
+            "broadcast": LibraryCall("broadcast", lambda output, _: group.broadcast([output], broadcast).wait()),
+        }
 
     def _split(self, members: Sequence[int], name: str) -> Backend:
         return GlooBackend(
