@@ -16,8 +16,7 @@ dir=$(cd "$2" && pwd)
 export SLURM_CONF=$dir/slurm.conf
 
 alive() { # whether the daemon with this pid file runs; a zombie that nobody has waited for does not
-    local state
-    [[ -s $dir/$1.pid ]] && state=$(ps -o stat= -p "$(<"$dir/$1.pid")") && [[ $state != Z* ]]
+    [[ -s $dir/$1.pid ]] && grep -qs '^State:[[:space:]]*[^Z[:space:]]' "/proc/$(<"$dir/$1.pid")/status"
 }
 
 ready() { timeout 5 sinfo --noheader --format=%t 2>/dev/null | grep -qE '^(idle|mix|alloc)'; }
@@ -39,7 +38,6 @@ stop() {
 install_packages() {
     command -v slurmctld slurmd srun munged mungekey >/dev/null && return 0
     [[ $(id -u) -eq 0 ]] || { echo "one_node_slurm: slurm-wlm and munge are missing, and only root can install them" >&2; exit 1; }
-    # Not the recommended packages, which would start daemons of the system.
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; } >&2
 }
 
