@@ -35,9 +35,13 @@ class Flat(NamedTuple):
             raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
         plain = tensor.detach()
         if plain.is_contiguous() and plain.device == staging and not plain.is_conj() and not plain.is_neg():
-            return cls(plain.view(-1), None)
-        if written and any(stride == 0 and n > 1 for stride, n in zip(plain.stride(), plain.shape, strict=True)):
-            raise ValueError(f"{name} is an expanded tensor: several of its elements share one place; clone() it first")
+            # A lone element may be called contiguous with any stride; a view as bytes would not have it.
+            return cls(plain.as_strided((plain.numel(),), (1,)), None)
+        if written and _repeats(plain):
+            raise ValueError(
+                f"{name} has elements that overlap: it is expanded, or strided so that several share one place, and a "
+                "result needs a place for each; clone() it first"
+            )
         packed = plain.resolve_conj().resolve_neg().to(staging).contiguous().view(-1)
         return cls(packed, plain if written else None)
 
@@ -82,20 +86,18 @@ def cuts_of(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def check_overlap(part: torch.Tensor, whole: torch.Tensor, offset: int) -> None:
+def check_overlap(part: torch.Tensor, whole: torch.Tensor, offset: int | None) -> None:
     """``part`` may be exactly ``whole``'s elements from ``offset`` on; any other overlap raises ``ValueError``."""
     if part.numel() == 0 or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
         return
     if part.is_contiguous() and whole.is_contiguous():
-        start = whole.data_ptr() + offset * whole.element_size()
-        outside = (
-            part.data_ptr() + part.nbytes <= whole.data_ptr() or whole.data_ptr() + whole.nbytes <= part.data_ptr()
-        )
-        if part.data_ptr() == start or outside:
-            return
-    elif not _extents_meet(part, whole):
-        return
-    raise ValueError("output and input overlap; only a rank's own part of the larger tensor may be the smaller one")
+        own = offset is not None and part.data_ptr() == whole.data_ptr() + offset * whole.element_size()
+        before, behind = part.data_ptr() + part.nbytes, whole.data_ptr() + whole.nbytes
+        allowed = own or before <= whole.data_ptr() or behind <= part.data_ptr()
+    else:
+        allowed = not _extents_meet(part, whole) or _own_or_apart(part, whole, offset)
+    if not allowed:
+        raise ValueError("output and input overlap; only a rank's own part of the larger tensor may be the smaller one")
 
 
 def _extents_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -105,3 +107,30 @@ def _extents_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     (first, end), (other_first, other_end) = extent(a), extent(b)
     return first < other_end and other_first < end
+
+
+def _own_or_apart(part: torch.Tensor, whole: torch.Tensor, offset: int | None) -> bool:
+    """Element by element: strided tensors may lie between each other, or be the same part of something larger."""
+    mine, theirs = _places(part), _places(whole)
+    if offset is not None and torch.equal(mine, theirs[offset : offset + len(mine)]):
+        return True
+    return not bool(torch.isin(mine, theirs).any())
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one place."""
+    reach = 0
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1:
+            if stride <= reach:  # longer strides do not step over all that shorter ones reach: look at each element
+                return len(torch.unique(_places(tensor))) < tensor.numel()
+            reach += (n - 1) * stride
+    return False
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """Where each element lies, in elements."""
+    found = torch.tensor([tensor.data_ptr() // tensor.element_size()])
+    for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = (found.unsqueeze(-1) + torch.arange(n) * stride).reshape(-1)
+    return found

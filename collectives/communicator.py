@@ -197,7 +197,7 @@ class Communicator(Endpoint):
             check_sizes(f"{name}_splits", splits, self.world_size)
             check_numel(name, tensor, sum(splits), f"the sum of {name}_splits")
             sides.append((flat, Chunks(flat.tensor, cuts_of(splits))))
-        check_overlap(output, input, -1)
+        check_overlap(output, input, None)
         (_, sent), (result, received) = sides
         own = (received.view(self.rank), sent.view(self.rank))
         call = Collective("all_to_all", input.dtype, sent, received, own=own, even=False)
@@ -241,7 +241,7 @@ class Communicator(Endpoint):
         wire = []
         for op, flat in sorted(pairs, key=lambda pair: not pair[0].sends):
             if op.peer != self.rank:
-                wire += [P2P(op.sends, part, op.peer) for part in torch.split(flat.tensor, self._transport.max_count)]
+                wire.append(P2P(op.sends, flat.tensor, op.peer))
             elif op.sends:
                 self._to_self[tag].append(flat.tensor.clone())
             elif self._to_self[tag]:
@@ -352,6 +352,7 @@ class Communicator(Endpoint):
             timeout=self.timeout,
             algorithm=self._selection.default,
             table=self._selection.table,
+            validate=self._validate,
             control=self._control,
             group=group,
             members=[self._progress.members[rank] for rank in members],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from typing_extensions import Self
 
 from collectives.arguments import Flat, check_numel, check_sizes
 from collectives.backend import Backend, Pending
+from collectives.capabilities import Key, Support, capabilities
 from collectives.collective import NATIVE, Algorithm, Collective
 from collectives.control import Control
 from collectives.errors import CommClosedError, CommError
@@ -23,6 +25,7 @@ from collectives.schedules.executor import Post, Posted, Scratch
 from collectives.selection import Selection, Table
 from collectives.statistics import Row, Statistics, Stats
 from collectives.types import P2P, RankInfo, ReduceOp, Work
+from collectives.validate import agree
 
 _SCHEDULE_TAG = 0  # a user's tag t travels as t + 1, so that neither is taken for the other
 
@@ -49,6 +52,7 @@ class Endpoint:
         timeout: float = 600.0,
         algorithm: str | None = None,
         table: Table | None = None,
+        validate: bool = False,
         control: Control | None = None,
         group: str = "",
         members: Sequence[int] | None = None,
@@ -63,6 +67,7 @@ class Endpoint:
         self.timeout = timeout
         self._transport = backend
         self._layers = tuple(layers)
+        self._validate = validate
         self._selection = Selection(backend, name, ring="ring" in layers, default=algorithm, table=table)
         self._scratch = Scratch()  # collectives run one at a time
         self._statistics = Statistics()
@@ -85,6 +90,13 @@ class Endpoint:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.backend!r} rank {self.rank} of {self.world_size} on {self.device}>"
+
+    def capabilities(self) -> Mapping[Key, Support]:
+        """How each (operation, dtype, reduce op) is carried out here: "native", "emulated" or "no".
+
+        ``no`` is alike on every backend and raises ``TypeError``; the results of the others are alike too.
+        """
+        return capabilities(self._transport, schedules_only=self._selection.ring)
 
     def stats(self) -> Stats:
         """What was called, sent and waited for so far. Subtract two snapshots to measure what lies between."""
@@ -145,8 +157,12 @@ class Endpoint:
         check_numel(whole[1], whole[0], sum(sizes), "the sum of sizes")
 
     def _poster(self, row: Row, tag: int) -> Post:
+        limit = self._transport.max_count
+
         def post(ops: Sequence[P2P]) -> Posted:
             row.sent_bytes += sum(op.tensor.nbytes for op in ops if op.sends)
+            if any(op.tensor.numel() > limit for op in ops):
+                ops = [op._replace(tensor=part) for op in ops for part in torch.split(op.tensor, limit)]
             return Posted(self._transport._post(ops, tag), len(ops))
 
         return post
@@ -170,10 +186,17 @@ class Endpoint:
         def what() -> str:
             return f"{call} by {choice if isinstance(choice, str) else choice.__name__}"
 
-        if choice == NATIVE and call.plain and not any(flat.target is not None for flat in flats):
+        if self._validate:
+            steps = chain(self._agree(call, what, row), steps)
+        elif algorithm is None and choice == NATIVE and call.plain and all(flat.target is None for flat in flats):
             key = (call.operation, call.dtype, call.op, call.numel, -1 if call.root is None else call.root)
             self._expresses[key] = Express(what, row, call.least_bytes(self.world_size, self.rank))
         return self._start(what, steps, row, async_op, timeout)
+
+    def _agree(self, call: Collective, what: Callable[[], str], row: Row) -> Iterator[Posted]:
+        number = self._progress.calls + 1
+        where = (self.rank, self.world_size, self._transport.device)
+        return agree(call, what(), number, *where, self._poster(row, _SCHEDULE_TAG))
 
     def _start(
         self,
@@ -214,17 +237,21 @@ class Endpoint:
         round or divide and nothing pending. None where that is not so.
         """
         largest = tensors[0]
+        if not isinstance(largest, torch.Tensor):
+            return None  # the long way says what is wrong with it
         express = self._expresses.get((operation, largest.dtype, op, largest.numel(), root))
         if express is None or self._closed or generation() != self._generation or self._progress.busy:
             return None
         for tensor in tensors:
-            if not tensor.is_contiguous() or tensor.requires_grad or tensor.is_inference():
+            if tensor.layout is not torch.strided or not tensor.is_contiguous():
+                return None
+            if tensor.requires_grad or tensor.is_inference():
                 return None
             if tensor.device != self._transport.device or tensor.dtype != largest.dtype:
                 return None
         express.row.calls += 1
         express.row.sent_bytes += express.sent_bytes
-        flat = (tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors)
+        flat = (t if t.dim() == 1 == t.stride(0) else t.as_strided((t.numel(),), (1,)) for t in tensors)
         extra: tuple[ReduceOp | int, ...] = (op,) if op is not None else (root,) if root >= 0 else ()
         self._progress.run(lambda: start(*flat, *extra), express.what, express.row, self._where, self.timeout)
         return DONE

@@ -14,11 +14,13 @@ SOURCES = sorted(path for package in ("collectives", "fsdp", "launch") for path 
 # A module of collectives imports only modules of its own layer or of layers before it.
 LAYERS = [
     {"types", "errors"},
+    {"hosts"},
     {"schedules"},
     {"backend"},
-    {"arguments", "collective", "control", "operation", "selection", "statistics", "communicator"},
+    {"arguments", "capabilities", "collective", "control", "fork", "operation", "selection", "statistics", "validate"},
+    {"endpoint", "communicator"},
     {"backends"},
-    {"hosts", "launchers", "local", "meeting", "rendezvous", "slurm"},
+    {"launchers", "local", "meeting", "rendezvous", "slurm"},
     {""},  # collectives/__init__.py
     {"info", "bench", "conformance"},
 ]
