@@ -80,7 +80,8 @@ def init(
             "cuda", else the CPU.
         timeout: seconds that a call waits for its peers, unless it says otherwise.
         setup_timeout: seconds that this function waits for them.
-        validate: reserved for comparing what the ranks call; only None and False are accepted so far.
+        validate: compare what all ranks call before each collective, and raise ``CollectiveMismatchError`` on all of
+            them where that differs. Costs an exchange of small messages a call; the same on all ranks.
         algorithm: the default algorithm of collectives; None chooses by operation and size.
         table: rank 0's measured choices of algorithms, as an object or a file (see ``collectives.selection``), which
             all ranks then use. None: COLLECTIVES_TABLE of rank 0, else the one that comes with the package.
@@ -95,8 +96,6 @@ def init(
     """
     if timeout <= 0 or setup_timeout <= 0:
         raise ValueError(f"expected positive seconds, found timeout={timeout}, setup_timeout={setup_timeout}")
-    if validate:
-        raise UnsupportedError("validate=True is not available yet; leave it out")
     environ = environment()
     chosen = plan(
         environ,
@@ -133,6 +132,7 @@ def init(
         timeout=timeout,
         algorithm=algorithm,
         table=table,
+        validate=bool(validate),
         control=control,
     )
     if info.world_size > 1:
