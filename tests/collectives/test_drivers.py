@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import ROOT, clean_environment, mpirun
 
 LAWS = "tests/collectives/test_under_launcher.py"
-PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", LAWS]
+PYTEST = ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", LAWS]
 
 
 def run_laws(command: list[str], environment: dict[str, str], world_size: int) -> None:
