@@ -457,8 +457,6 @@ def test_arguments_of_init() -> None:
         collectives.init("gloo", timeout=0)
     with pytest.raises(ValueError, match="positive seconds"):
         collectives.init("gloo", setup_timeout=-1)
-    with pytest.raises(UnsupportedError, match="validate"):
-        collectives.init("gloo", validate=True)
 
 
 # Where ranks meet
