@@ -14,7 +14,7 @@ from fsdp.fully_shard import no_sync
 from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
 from fsdp.unit import unit_of
-from fsdp.wrap import Options, wrap
+from fsdp.wrap import Options, agree, wrap
 
 _NO_COPY = "DistributedDataParallel holds a communicator and cannot be copied or pickled; copy its .module instead"
 
@@ -55,6 +55,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         runtime = Runtime(comm, static_graph=static_graph)
         options = Options(STAGES[0], bucket_mb=float(bucket_cap_mb), grad_views=gradient_as_bucket_view)
+        agree(module, comm, options.ignored)
         wrap(self, module, "", runtime, options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -15,7 +15,7 @@ from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
 from fsdp.unit import find_unit, unit_of
-from fsdp.wrap import Options, wrap
+from fsdp.wrap import Options, agree, wrap
 
 BUCKET_MB = 25.0
 _NO_COPY = (
@@ -142,8 +142,10 @@ def fully_shard(
         bucket_mb=BUCKET_MB if stage < 3 and units is None else None,
         ignored=frozenset(id(p) for p in ignored_params or ()),
     )
+    inner = _inner_units(module, units)
+    agree(module, comm, options.ignored)
     runtime = Runtime(comm)
-    for path, target in [*_inner_units(module, units), ("", module)]:
+    for path, target in [*inner, ("", module)]:
         wrap(target, target, path, runtime, options)
         cls = type(target)
         target.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

@@ -26,36 +26,39 @@ def broadcast_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], src: 
                     tensor.copy_(part.view(tensor.shape))
 
 
-def check_same(comm: Communicator, named: Sequence[tuple[str, torch.Tensor]], kind: str) -> None:
+def check_same(comm: Communicator, named: Sequence[tuple[str, str, torch.Tensor]]) -> None:
     """Raise ``ValueError``, alike on all ranks, unless every rank has tensors like rank 0's.
 
     Args:
         comm: the ranks; collective.
-        named: names and tensors, in an order that is the same on all ranks.
-        kind: what the message calls them.
+        named: kind, name and tensor of everything to compare, in an order that is the same on all ranks. Of a shard
+            its full shape counts.
     """
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in named]
+    mine = [_describe(*entry) for entry in named]
     expected = comm.broadcast_object(mine, 0)
-    first = next(
-        (i for i, (a, b) in enumerate(zip(mine, expected, strict=False)) if a != b), min(len(mine), len(expected))
-    )
-    equal = mine == expected
+    pairs = zip(mine, expected, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(expected)))
     # The lowest position on any rank, and the lowest rank that has it, so that all ranks raise the same.
-    code = torch.tensor([2**62 if equal else first * comm.world_size + comm.rank], device=comm.device)
+    nothing = 2**62
+    code = torch.tensor([nothing if mine == expected else first * comm.world_size + comm.rank], device=comm.device)
     comm.all_reduce(code, ReduceOp.MIN)
-    position, rank = divmod(int(code.item()), comm.world_size)
-    if int(code.item()) == 2**62:
+    if int(code.item()) == nothing:
         return
-    found = comm.broadcast_object(mine[position] if position < len(mine) else None, rank)
-    wanted = expected[position] if position < len(expected) else None
+    position, rank = divmod(int(code.item()), comm.world_size)
+    found = comm.broadcast_object(_at(mine, position), rank)
     raise ValueError(
-        f"ranks were given different modules: rank 0 has {_describe(kind, wanted)}, rank {rank} has "
-        f"{_describe(kind, found)}. Build the same module on every rank before wrapping it"
+        f"ranks were given different modules: rank 0 has {_at(expected, position)}, rank {rank} has {found}. Build the "
+        "same module on every rank before wrapping it"
     )
 
 
-def _describe(kind: str, entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
-    if entry is None:
-        return f"no further {kind}"
-    name, shape, dtype, requires_grad = entry
-    return f"{kind} {name!r} of shape {shape}, {dtype}" + (", trainable" if requires_grad else "")
+def _describe(kind: str, name: str, tensor: torch.Tensor) -> str:
+    shape = tuple(getattr(tensor, "full_shape", tensor.shape))
+    details = [f"shape {shape}", str(tensor.dtype)]
+    details += ["trainable"] if tensor.requires_grad else []
+    details += ["on meta"] if tensor.is_meta else []
+    return f"{kind} {name!r} ({', '.join(details)})"
+
+
+def _at(entries: Sequence[str], position: int) -> str:
+    return entries[position] if position < len(entries) else "nothing more"

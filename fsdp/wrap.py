@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from collectives import Communicator
 from collectives.errors import UnsupportedError
 from fsdp.param_group import ManagedParameter, ParamGroup
 from fsdp.precision import MixedPrecisionPolicy
@@ -39,8 +40,26 @@ class Options:
     ignored: frozenset[int] = frozenset()
 
 
+def agree(module: nn.Module, comm: Communicator, ignored: frozenset[int]) -> None:
+    """Make sure that all ranks were given the same module, and give its buffers rank 0's values. Collective.
+
+    Raises:
+        ValueError: they were not; alike on all ranks, naming the first parameter or buffer that differs.
+        UnsupportedError: a parameter has no values yet.
+    """
+    named = [("parameter", name, p) for name, p in module.named_parameters() if id(p) not in ignored]
+    buffers = list(module.named_buffers())
+    check_same(comm, [*named, *(("buffer", name, buffer) for name, buffer in buffers)])
+    for _, name, parameter in named:
+        if parameter.is_meta:
+            raise UnsupportedError(
+                f"parameter {name!r} is on the meta device; expected values. Call to_empty and initialise it first"
+            )
+    broadcast_tensors(comm, (buffer for _, buffer in buffers))
+
+
 def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, options: Options) -> Unit:
-    """Make a unit of what ``module`` holds and no inner unit took. Collective.
+    """Make a unit of what ``module`` holds and no inner unit took. Collective, after ``agree``.
 
     Args:
         hooked: whose forward the unit follows: ``module`` itself, or what calls it.
@@ -48,7 +67,7 @@ def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, opti
         runtime: takes in the unit, and the units of inner runtimes.
 
     Raises:
-        ValueError: wrapped already, nothing to call, or ranks were given different modules; alike on all ranks.
+        ValueError: the module is wrapped already, or has no forward.
     """
     if find_unit(hooked) is not None:
         raise ValueError(f"{type(module).__name__} is wrapped already; expected every module to be wrapped once")
@@ -61,21 +80,11 @@ def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, opti
     walk = _Walk(options.ignored, taken)
     walk.visit(module, path)
     owned = list(walk.owned.values())
-    for managed in owned:
-        if managed.parameter.is_meta:
-            raise UnsupportedError(
-                f"parameter {managed.name!r} is on the meta device; expected values. Call to_empty and initialise first"
-            )
-    buffers = [(name, buffer) for name, owner, key in walk.buffers if (buffer := owner._buffers[key]) is not None]
-    check_same(comm, [(m.name, m.parameter) for m in owned], "parameter")
-    check_same(comm, buffers, "buffer")
-    broadcast_tensors(comm, (buffer for _, buffer in buffers))
     groups = [
         ParamGroup(parameters, comm, options.strategy, options.policy, options.grad_views)
         for parameters in _group(owned, options.bucket_mb)
     ]
-    buffer_owners = [(owner, key) for _, owner, key in walk.buffers]
-    unit = Unit(hooked, groups, options.policy, options.reshard_after_forward, buffer_owners)
+    unit = Unit(hooked, groups, options.policy, options.reshard_after_forward, walk.buffers)
     for prefix, inner in walk.inner:
         if inner.runtime is not runtime:
             for managed in (m for other in inner.runtime.units for group in other.own_groups for m in group.managed):
@@ -98,7 +107,7 @@ class _Walk:
     inner: list[tuple[str, Unit]] = field(default_factory=list)
     owned: dict[int, ManagedParameter] = field(default_factory=dict)
     borrowed: list[tuple[nn.Parameter, nn.Module, str]] = field(default_factory=list)
-    buffers: list[tuple[str, nn.Module, str]] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
     seen: set[nn.Module] = field(default_factory=set)
 
     def visit(self, module: nn.Module, prefix: str) -> None:
@@ -113,7 +122,7 @@ class _Walk:
             else:
                 managed = self.owned.setdefault(id(parameter), ManagedParameter(prefix + name, parameter))
                 managed.owners.append((module, name))
-        self.buffers += [(prefix + name, module, name) for name, value in module._buffers.items() if value is not None]
+        self.buffers += [(module, name) for name, value in module._buffers.items() if value is not None]
         for name, child in module._modules.items():
             if child is None:
                 continue

@@ -9,6 +9,7 @@ import torch
 
 import collectives
 from collectives import Communicator
+from fsdp import MixedPrecisionPolicy, fully_shard
 from tests.fsdp.models import (
     STRATEGIES,
     OddBlock,
@@ -39,7 +40,7 @@ def every_strategy(comm: Communicator, dtype: torch.dtype, optimizer: Any, max_n
     return results
 
 
-@grid()
+@grid(full=lambda backend, world_size: world_size == 8 or (backend != "threads" and world_size not in (2, 3)))
 def test_float64_equals_one_process(backend: str, world_size: int) -> None:
     expected, losses = reference(filled(OddNet()), world_size, STEPS, adamw)
     results = run_ranks(every_strategy, torch.float64, adamw, world_size=world_size, backend=backend)
@@ -71,10 +72,12 @@ def test_float32_adamw_losses_equal_one_process(backend: str, world_size: int) -
             assert mean == pytest.approx(losses[step], rel=1e-5), (name, step)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+@grid(backends=["threads"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_strategies_give_the_same_bits(world_size: int, dtype: torch.dtype) -> None:
-    results = collectives.run(every_strategy, dtype, adamw, n=world_size, algorithm="direct", timeout=50.0)
+def test_strategies_give_the_same_bits(backend: str, world_size: int, dtype: torch.dtype) -> None:
+    results = collectives.run(
+        every_strategy, dtype, adamw, n=world_size, backend=backend, algorithm="direct", timeout=50.0
+    )
     first, *others = results[0].values()
     expected, _ = reference(filled(OddNet(), dtype=dtype), world_size, STEPS, adamw)
     for state, losses in others:
@@ -84,9 +87,31 @@ def test_strategies_give_the_same_bits(world_size: int, dtype: torch.dtype) -> N
     assert same_bits(first[0], expected)
 
 
-@grid(world_sizes=(2, 3), threads=(4,))
+@grid(world_sizes=(2, 3), threads=(4,), full=lambda backend, world_size: backend != "threads")
 def test_clipping_equals_one_process(backend: str, world_size: int) -> None:
     expected, _ = reference(filled(OddNet()), world_size, STEPS, sgd, max_norm=0.05)
     results = run_ranks(every_strategy, torch.float64, sgd, 0.05, world_size=world_size, backend=backend)
     for name, (state, _) in results[0].items():
         assert difference(state, expected) < 1e-10, name
+
+
+def lowered(comm: Communicator, stage: int, policy: MixedPrecisionPolicy) -> tuple[State, list[float], set[str]]:
+    model = fully_shard(
+        filled(OddNet(), comm.rank, torch.float32), comm, stage=stage, units=[OddBlock], mp_policy=policy
+    )
+    seen = set()
+    model.blocks[0].register_forward_hook(lambda m, a, out: seen.update({str(a[0].dtype), str(m.wide.dtype)}))  # type: ignore[union-attr,operator]
+    return *train(comm, model, STEPS, adamw), seen
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_mixed_precision_computes_low_and_keeps_float32(stage: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _, losses = reference(filled(OddNet(), dtype=torch.float32), 2, STEPS, adamw)
+    results = collectives.run(lowered, stage, policy, n=2, timeout=30.0)
+    for state, _, seen in results:
+        assert seen == {"torch.bfloat16"}
+        assert all(value.dtype == torch.float32 for value in state.values())
+        assert same_bits(state, results[0][0])
+    for step in range(STEPS):
+        assert sum(r[1][step] for r in results) / 2 == pytest.approx(losses[step], rel=2e-2)
