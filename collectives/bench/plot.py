@@ -28,7 +28,7 @@ def save(rows: Sequence[Row], machine: Mapping[str, Any], path: str | Path) -> N
     names = [name for name in dict.fromkeys(row.contender for row in rows) if name != COPY]
     figure = Figure(figsize=(0.8 + 4.2 * len(operations), 1.8 + 3.4 * len(caches)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(caches), len(operations), squeeze=False, sharex=True)
+    axes = figure.subplots(len(caches), len(operations), squeeze=False, sharex=True, sharey=True)
     for line, cache in zip(axes, caches, strict=True):
         for ax, operation in zip(line, operations, strict=True):
             here = [row for row in rows if row.cache == cache and row.operation == operation]
