@@ -76,6 +76,8 @@ class Backend(ABC):
     waits: bool = False  # Pending.wait() sleeps (or orders a stream) instead of spinning
     tags: bool = True  # messages with different tags are told apart
     max_tag: int = 2**30
+    averages: bool = False  # its own reductions are asked for AVG too, and round once, after dividing
+    uneven: bool = False  # its own all_gather and reduce_scatter also come for parts of different sizes
     max_count: int = 2**31 - 1  # elements in one message or native operation; longer ones are cut above
 
     @abstractmethod
@@ -98,8 +100,8 @@ class Backend(ABC):
         """Release everything. No operation is pending."""
 
     def supports(self, operation: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
-        """Whether the native ``operation`` ("all_reduce", ...) handles this and keeps the contract. AVG is never asked:
-        it is SUM, divided above."""
+        """Whether the native ``operation`` ("all_reduce", ...) handles this and keeps the contract. AVG is never asked
+        about: where ``averages`` is false it is SUM, divided above."""
         return False
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
@@ -113,6 +115,16 @@ class Backend(ABC):
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
         """``input`` has size * output.numel() elements and stays unchanged."""
         raise UnsupportedError(f"{self.name} has no reduce_scatter of its own")
+
+    def _all_gather_v(self, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        """Rank r's ``input`` becomes elements ``cuts[r]`` to ``cuts[r + 1]`` of ``output``; empty parts allowed."""
+        raise UnsupportedError(f"{self.name} has no all_gather of uneven parts of its own")
+
+    def _reduce_scatter_v(
+        self, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int], op: ReduceOp
+    ) -> Pending:
+        """Rank r gets elements ``cuts[r]`` to ``cuts[r + 1]``; empty parts allowed."""
+        raise UnsupportedError(f"{self.name} has no reduce_scatter of uneven parts of its own")
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """From rank ``src``, in place."""

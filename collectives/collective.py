@@ -61,7 +61,7 @@ class Collective:
         arithmetic = Arithmetic(self.op or ReduceOp.SUM, self.dtype, backend.size)
         if choice == NATIVE:
             yield Posted(self._native(backend), 1)
-            if self.op is ReduceOp.AVG:
+            if self.op is ReduceOp.AVG and not backend.averages:
                 assert self.output is not None
                 arithmetic.finish(self.output.tensor)
         else:
@@ -87,10 +87,14 @@ class Collective:
         if self.root is not None:
             return backend._broadcast(output, self.root)
         if self.op is None:
+            if not self.even:
+                return backend._all_gather_v(output, input, self.output.cuts)
             return backend._all_gather(output, input)
-        op = ReduceOp.SUM if self.op is ReduceOp.AVG else self.op
+        op = ReduceOp.SUM if self.op is ReduceOp.AVG and not backend.averages else self.op
         if self.operation == "all_reduce":
             return backend._all_reduce(output, op)
+        if not self.even:
+            return backend._reduce_scatter_v(output, input, self.input.cuts, op)
         return backend._reduce_scatter(output, input, op)
 
     def least_bytes(self, size: int, rank: int) -> int:

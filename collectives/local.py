@@ -43,6 +43,11 @@ def run(
         What the first rank to fail raised; the other ranks' calls end with ``CommError``.
     """
     stack = backends.parse(backend)
+    if "shm" in stack.layers:
+        raise UnsupportedError(
+            f"threads of one process share their memory anyway, so collectives.run has no use for {backend!r}; use "
+            "'threads', or start processes with 'python -m launch' or mpirun"
+        )
     transport = _transports(stack.base, n, timeout)
     choices = Table.shipped() if table is None else table
     results: list[Any] = [None] * n

@@ -121,7 +121,7 @@ def init(
     bootstrap = Bootstrap(info, chosen.device, setup_timeout, lambda: meeting()[0], address)
     share = sharer(info, environ, chosen.stack.base, bootstrap.store)
     table = agree_on_table(table or environ.get("COLLECTIVES_TABLE"), info.rank, lambda told: share(told, "table"))
-    transport = backends.create(chosen.stack.base, bootstrap)
+    transport = backends.connect(chosen.stack, bootstrap)
     control = connect_control(info, environ, chosen.stack.base, address, share, setup_timeout)
     comm = Communicator(
         transport,

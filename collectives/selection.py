@@ -238,13 +238,13 @@ class Selection:
     def has_native(self, call: Collective) -> bool:
         """Whether the library carries this call, with the result that the contract asks for."""
         op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
-        fits = call.even and 0 < call.numel <= self.backend.max_count
+        fits = (call.even or self.backend.uneven) and 0 < call.numel <= self.backend.max_count
         return fits and self.backend.size > 1 and self.backend.supports(call.operation, call.dtype, op)
 
     def check_native(self, call: Collective) -> None:
         """Raise ``UnsupportedError`` unless the library's own collective may rightly be asked for."""
         op = ReduceOp.SUM if call.op is ReduceOp.AVG else call.op
-        fits = call.even and call.numel <= self.backend.max_count
+        fits = (call.even or self.backend.uneven) and call.numel <= self.backend.max_count
         if self.ring or not (call.numel == 0 or (fits and self.backend.supports(call.operation, call.dtype, op))):
             layer = " under a layer of schedules" if self.ring else ""
             raise UnsupportedError(

@@ -14,7 +14,7 @@ REGISTRY = {
     "nccl": "collectives.backends.torch_dist:create_nccl",
     "mpi": "collectives.backends.mpi:create",
 }
-LAYERS = ("ring",)
+LAYERS = ("ring", "shm")
 
 
 class Stack(NamedTuple):
@@ -38,6 +38,14 @@ def parse(name: str) -> Stack:
             f"unknown backend {name!r}; expected one of {', '.join(names())}, or {', '.join(stacks)} over one of them"
         )
     return Stack(tuple(layers), base)
+
+
+def connect(stack: Stack, bootstrap: Bootstrap) -> Backend:
+    """Connect a base, and share memory over it if asked for. Raises ``UnsupportedError`` where a library is missing."""
+    backend = create(stack.base, bootstrap)
+    if "shm" in stack.layers:
+        backend = importlib.import_module("collectives.backends.shm").wrap(backend, bootstrap)
+    return backend
 
 
 def create(base: str, bootstrap: Bootstrap) -> Backend:

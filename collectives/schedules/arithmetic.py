@@ -56,6 +56,11 @@ class Arithmetic:
     def acc_dtype(self) -> torch.dtype:
         return accumulation_dtype(self.dtype)
 
+    @property
+    def function(self) -> Callable[..., torch.Tensor]:
+        """What combines two terms."""
+        return _COMBINE[self.op]
+
     def finish(self, acc: torch.Tensor) -> None:
         """Divide a completed sum in place if this is AVG. ``acc`` is in the accumulation dtype."""
         if self.op is ReduceOp.AVG:
@@ -72,7 +77,7 @@ class Arithmetic:
         clobbers = any(term.data_ptr() == into.data_ptr() for term in others[1:])
         in_place = into.dtype == self.acc_dtype and not clobbers
         acc = into if in_place else torch.empty_like(into, dtype=self.acc_dtype)
-        function = _COMBINE[self.op]
+        function = self.function
         if others:
             function(first.to(self.acc_dtype), others[0], out=acc)
         else:

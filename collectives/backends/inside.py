@@ -1,0 +1,236 @@
+"""Collectives among the ranks of one host, as steps (see ``signals``). Sums are made in rank order, each element once.
+
+[Note: three ways]
+A small tensor goes into the slot whole, everybody reads all slots, and one step is enough. A tensor that lies in shared
+memory is read where it is. Any other travels through the slots piece by piece: what this rank owes to others is copied
+in, and its own part stays where it is. Which of the last two holds is each rank's own affair, and said in its header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from collectives.backends.team import Call, Combine, Place, Steps, Team
+
+SMALL_BYTES = 64 * 1024  # up to here one step that reads everything beats several that read parts
+_ALIGNMENT = 64  # bytes, so that two ranks never write to one cache line
+
+Blocks = Sequence[torch.Tensor]
+
+
+def barrier(team: Team, call: Call) -> Steps:
+    team.announce(call)
+    yield None
+    team.verify(call)
+
+
+def all_reduce(team: Team, call: Call, tensor: torch.Tensor, combine: Combine) -> Steps:
+    if tensor.nbytes <= SMALL_BYTES:
+        slots = team.slots(tensor.numel(), tensor.dtype)
+        slots[team.next][team.me].copy_(tensor)
+        team.announce(call)
+        yield None
+        team.verify(call)
+        combine(tensor, slots[team.now])
+    else:
+        yield from _all_reduce_in_parts(team, call, tensor, combine)
+
+
+def _all_reduce_in_parts(team: Team, call: Call, tensor: torch.Tensor, combine: Combine) -> Steps:
+    """Everybody sums a chunk; sums of one block are shared in the step that brings the terms of the next."""
+    me, others, pieces = team.me, team.others, team.pieces(tensor.dtype)
+    cuts = _cuts(tensor.numel(), team.size, tensor.dtype)
+    chunks = [_blocks(tensor, cuts, member, pieces.numel) for member in range(team.size)]
+    mine, place = chunks[me], team.place(tensor)
+    rounds = max(map(len, chunks))
+    direct: list[Blocks | None] = []
+    for k in range(rounds + 1):
+        if place is None:
+            for member in others:
+                _copy_block(chunks[member], k, into=pieces.to[team.next][member])
+        if k:
+            team.signals.publish()
+        else:
+            team.announce(call, place)
+        yield None
+        now = team.now
+        if k == 0:
+            team.verify(call)
+            tensors = _direct(team, tensor.numel(), tensor.dtype)
+            direct = [t if t is None else _blocks(t, cuts, me, pieces.numel) for t in tensors]
+            direct[me] = mine
+            if all(t is not None for t in tensors):
+                yield from _all_reduce_in_place(team, mine, [blocks or () for blocks in direct], combine)
+                return
+        if k < len(mine):
+            terms = [
+                blocks[k] if blocks is not None else _fit(piece, mine[k])
+                for blocks, piece in zip(direct, pieces.of[now], strict=True)
+            ]
+            combine(mine[k], terms)
+            _fit(pieces.shared[team.next][me], mine[k]).copy_(mine[k])
+        for member in others:
+            if 0 < k <= len(chunks[member]):
+                block = chunks[member][k - 1]
+                block.copy_(_fit(pieces.shared[now][member], block))
+
+
+def _all_reduce_in_place(team: Team, mine: Blocks, terms: Sequence[Blocks], combine: Combine) -> Steps:
+    """All tensors are in reach: sum a block while it is in the cache, and write it to everybody."""
+    others = [terms[member] for member in team.others]
+    for k, block in enumerate(mine):
+        combine(block, [blocks[k] for blocks in terms])
+        for blocks in others:
+            blocks[k].copy_(block)
+    team.signals.publish()
+    yield None
+
+
+def reduce_scatter(
+    team: Team, call: Call, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int], combine: Combine
+) -> Steps:
+    me, others, place = team.me, team.others, None
+    if input.nbytes <= SMALL_BYTES:
+        slots = team.slots(input.numel(), input.dtype)
+        slots[team.next][me].copy_(input)
+        team.announce(call)
+        yield None
+        team.verify(call)
+        if output.numel():
+            combine(output, [slot[cuts[me] : cuts[me + 1]] for slot in slots[team.now]])
+        return
+    pieces = team.pieces(input.dtype)
+    chunks = [_blocks(input, cuts, member, pieces.numel) for member in range(team.size)]
+    mine, results, place = chunks[me], torch.split(output, pieces.numel), team.place(input)
+    direct: list[Blocks | None] = []
+    tensors: list[torch.Tensor | None] = []
+    for k in range(max(map(len, chunks))):
+        if place is None:
+            for member in others:
+                _copy_block(chunks[member], k, into=pieces.to[team.next][member])
+        if k:
+            team.signals.publish()
+        else:
+            team.announce(call, place)
+        yield None
+        if k == 0:
+            team.verify(call)
+            tensors = _direct(team, input.numel(), input.dtype)
+            direct = [t if t is None else _blocks(t, cuts, me, pieces.numel) for t in tensors]
+            direct[me] = mine
+            if all(t is not None for t in tensors):
+                for i in range(len(mine)):
+                    combine(results[i], [blocks[i] for blocks in direct if blocks is not None])
+                break
+        if k < len(mine):
+            terms = [
+                blocks[k] if blocks is not None else _fit(piece, mine[k])
+                for blocks, piece in zip(direct, pieces.of[team.now], strict=True)
+            ]
+            combine(results[k], terms)
+    if any(t is not None for t in tensors):  # what is read in place must stay until everybody has read it
+        team.signals.publish()
+        yield None
+
+
+def all_gather(team: Team, call: Call, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int]) -> Steps:
+    me, others = team.me, team.others
+    parts = [output[cuts[member] : cuts[member + 1]] for member in range(team.size)]
+    longest = max(cuts[member + 1] - cuts[member] for member in range(team.size))
+    length = min(longest, team.slot_bytes // input.dtype.itemsize)
+    slots = team.slots(length, input.dtype)
+    blocks = torch.split(input, length)
+    place = team.place(input) if longest * input.dtype.itemsize > SMALL_BYTES else None
+    sources: list[torch.Tensor | None] = []
+    for k in range(-(-longest // length)):
+        if place is None:
+            _copy_block(blocks, k, into=slots[team.next][me])
+        if k:
+            team.signals.publish()
+        else:
+            team.announce(call, place)
+            if input.numel() and parts[me].data_ptr() != input.data_ptr():
+                parts[me].copy_(input)
+        yield None
+        if k == 0:
+            team.verify(call)
+            sources = _direct_parts(team, cuts, input.dtype)
+        for member in others:
+            source, part = sources[member], parts[member]
+            if source is None:
+                part = part[k * length : (k + 1) * length]
+                if part.numel():
+                    part.copy_(_fit(slots[team.now][member], part))
+            elif k == 0:
+                part.copy_(source)
+        if k == 0 and all(source is not None for source in sources):
+            break
+    if any(source is not None for source in sources):
+        team.signals.publish()
+        yield None
+
+
+def broadcast(team: Team, call: Call, tensor: torch.Tensor, src: int) -> Steps:
+    """``src`` is a member. It writes a block while the others read the one before."""
+    length = min(tensor.numel(), team.slot_bytes // tensor.dtype.itemsize)
+    slots, blocks = team.slots(length, tensor.dtype), torch.split(tensor, length)
+    sends = team.me == src
+    place = team.place(tensor) if sends and tensor.nbytes > SMALL_BYTES else None
+    for k, block in enumerate(blocks):
+        if sends and place is None:
+            _fit(slots[team.next][src], block).copy_(block)
+        if k:
+            team.signals.publish()
+        else:
+            team.announce(call, place)
+        yield None
+        if k == 0:
+            team.verify(call)
+            source = team.places()[src]
+            if source is not None:
+                if not sends:
+                    tensor.copy_(team.at(source, tensor.numel(), tensor.dtype))
+                team.signals.publish()
+                yield None
+                return
+        if not sends:
+            block.copy_(_fit(slots[team.now][src], block))
+
+
+def _cuts(numel: int, parts: int, dtype: torch.dtype) -> list[int]:
+    """Equal parts that start at cache lines; the last ones may be shorter, or empty."""
+    unit = max(1, _ALIGNMENT // dtype.itemsize)
+    length = -(-numel // (parts * unit)) * unit
+    return [min(part * length, numel) for part in range(parts + 1)]
+
+
+def _blocks(tensor: torch.Tensor, cuts: Sequence[int], chunk: int, length: int) -> Blocks:
+    """A chunk of a tensor in blocks of at most ``length`` elements."""
+    if cuts[chunk] == cuts[chunk + 1]:
+        return ()
+    return torch.split(tensor[cuts[chunk] : cuts[chunk + 1]], length)
+
+
+def _fit(piece: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """As much of a piece as a block has elements."""
+    return piece if piece.numel() == block.numel() else piece[: block.numel()]
+
+
+def _copy_block(blocks: Blocks, k: int, into: torch.Tensor) -> None:
+    if k < len(blocks):
+        _fit(into, blocks[k]).copy_(blocks[k])
+
+
+def _direct(team: Team, numel: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Everybody's tensor, where it lies in shared memory."""
+    return [None if place is None else team.at(place, numel, dtype) for place in team.places()]
+
+
+def _direct_parts(team: Team, cuts: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """The same, where members have parts of different lengths."""
+    lengths = [end - start for start, end in pairwise(cuts)]
+    found: list[Place | None] = team.places()
+    return [None if p is None else team.at(p, n, dtype) for p, n in zip(found, lengths, strict=True)]

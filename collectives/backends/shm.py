@@ -1,0 +1,337 @@
+"""Shared memory inside a host, as a layer over another transport.
+
+The transport below brings the ranks together, carries messages, and reaches other hosts. Collectives among ranks that
+share a host are made of reads and writes in memory that all of them have mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from collectives.backend import Backend, Bootstrap, Pending
+from collectives.backends import inside
+from collectives.backends.neighbours import Neighbours, exchange, meet
+from collectives.backends.signals import Signals, clear
+from collectives.backends.team import Combine, Steps, Team, describe, footprint
+from collectives.errors import CommTimeoutError, UnsupportedError
+from collectives.schedules.arithmetic import check_reducible
+from collectives.schedules.executor import Posted
+from collectives.types import P2P, ReduceOp
+
+_log = logging.getLogger("collectives")
+_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+
+
+class _Running:
+    """The collective that is under way. A communicator has one at a time, so there is one object for all."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._steps: Steps = iter(())
+        self._posted: Posted | None = None
+        self._ready: Callable[[], bool] = signals.arrived
+        self._done = True
+
+    def start(self, steps: Steps) -> _Running:
+        self._steps = steps
+        self._done = False
+        self._resume()
+        return self
+
+    def _resume(self) -> None:
+        """Go on to what has to be waited for next."""
+        try:
+            awaited = next(self._steps)
+        except BaseException as end:
+            self._done = True
+            self._steps = iter(())  # lets go of the tensors
+            if not isinstance(end, StopIteration):
+                raise
+            return
+        if awaited is None:
+            self._posted, self._ready = None, self._signals.arrived
+        elif isinstance(awaited, Posted):
+            self._posted, self._ready = awaited, awaited.pending.poll
+        else:
+            self._posted, self._ready = None, awaited
+
+    def poll(self) -> bool:
+        while not self._done:
+            if not self._ready():
+                self._signals.check()
+                return False
+            self._resume()
+        return True
+
+    def wait(self, i: int, deadline: float) -> None:
+        while not self._done:
+            if self._posted is None:
+                self._signals.wait(self._ready, deadline)
+            else:
+                for j in range(self._posted.count):
+                    self._posted.pending.wait(j, deadline)
+            self._resume()
+
+
+class _Messages:
+    """Messages of the transport below, which either polls or waits, as something that does both."""
+
+    def __init__(self, backend: ShmBackend, below: Pending, count: int) -> None:
+        self._backend = backend
+        self._below = below
+        self._count = count
+        self._waited = 0  # so many have been waited for
+        self._threaded = False
+        self._done = False
+        self._error: Exception | None = None
+
+    def poll(self) -> bool:
+        if self._backend.below.polls:
+            return self._below.poll()
+        if not self._threaded and not self._done:
+            self._threaded = True
+            self._backend.waiters.run(self._wait_for_all)
+        if self._error is not None:
+            raise self._error
+        return self._done
+
+    def _wait_for_all(self) -> None:
+        try:
+            for i in range(self._waited, self._count):
+                self._below.wait(i, time.monotonic() + 1e6)
+            self._done = True
+        except Exception as error:  # raised where somebody polls
+            self._error = error
+
+    def wait(self, i: int, deadline: float) -> None:
+        if not self._backend.below.polls and not self._threaded:
+            self._below.wait(i, deadline)
+            self._waited = max(self._waited, i + 1)
+            self._done = self._waited == self._count
+            return
+        turn = 0
+        while not self.poll():
+            turn += 1
+            if turn & 31 == 0 and time.monotonic() > deadline:
+                raise CommTimeoutError("nothing came in time")
+            if turn > 2000 or (turn > 50 and self._backend.crowded):
+                time.sleep(1e-4)
+            else:
+                os.sched_yield()
+
+
+class _Waiters:
+    """Threads that wait for transports that can only be waited for; made when needed, and used again."""
+
+    def __init__(self) -> None:
+        self._idle: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            jobs = self._idle.pop() if self._idle else None
+        if jobs is None:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(jobs,), name="collectives shm waiter", daemon=True).start()
+        jobs.put(job)
+
+    def _serve(self, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            job()
+            del job
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle.append(jobs)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for jobs in self._idle:
+                jobs.put(None)
+            self._idle.clear()
+
+
+class ShmBackend(Backend):
+    """One rank of a communicator, some of whose ranks share memory.
+
+    Args:
+        below: the transport, which nobody else uses.
+        neighbours: what the ranks of the job share; None of it is this communicator's own.
+        roots: for each rank, its rank in the job's first communicator.
+        owns: whether this is that communicator, which releases the memory in the end.
+        timeout: seconds that set-up may take.
+    """
+
+    polls = True
+    waits = True
+    averages = True
+    uneven = True
+
+    def __init__(
+        self, below: Backend, neighbours: Neighbours, roots: Sequence[int], owns: bool, timeout: float
+    ) -> None:
+        self.below = below
+        self.name = f"shm+{below.name}"
+        self.rank = below.rank
+        self.size = below.size
+        self.device = below.device
+        self.tags = below.tags
+        self.max_tag = below.max_tag
+        self.max_count = below.max_count
+        self.crowded = neighbours.crowded
+        self.waiters = _Waiters()
+        self._neighbours = neighbours
+        self._roots = roots
+        self._owns = owns
+        self._timeout = timeout
+        rank_of = {root: rank for rank, root in enumerate(roots)}
+        nodes = [[rank_of[root] for root in node if root in rank_of] for node in neighbours.nodes]
+        self.nodes = [sorted(node) for node in nodes if node]
+        self._offset = -1
+        self.team = self._form_team()
+        self._running = _Running(self.team.signals)
+        self._combiners: dict[tuple[ReduceOp, torch.dtype], Combine] = {}
+
+    def _form_team(self) -> Team:
+        """Make this rank's lines and slots, and learn where the other members have theirs. Collective."""
+        heap, segments = self._neighbours.heap, self._neighbours.segments
+        members = next(node for node in self.nodes if self.rank in node)
+        largest = max(map(len, self.nodes))
+        self._offset = heap.reserve(footprint(largest))
+        clear(heap.words, self._offset // 8)
+        deadline = time.monotonic() + self._timeout
+        offsets = [
+            int.from_bytes(told, "little") - 1
+            for told in exchange(self.below, (self._offset + 1).to_bytes(8, "little"), 8, deadline)
+        ]
+        roots = [self._roots[rank] for rank in members]
+        me = members.index(self.rank)
+        signals = Signals(
+            [(segments[root].words, offsets[rank] // 8) for root, rank in zip(roots, members, strict=True)],
+            me,
+            members,
+            [self._neighbours.pidfds.get(root, -1) for root in roots],
+            self.crowded,
+        )
+        return Team(members, me, [segments[root] for root in roots], [offsets[r] for r in members], largest, signals)
+
+    # Messages
+
+    def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
+        return _Messages(self, self.below._post(ops, tag), len(ops))
+
+    # Collectives
+
+    def supports(self, operation: str, dtype: torch.dtype, op: ReduceOp | None = None) -> bool:
+        if operation not in _COLLECTIVES:
+            return False
+        if op is not None:
+            try:
+                check_reducible(dtype, op)
+            except TypeError:
+                return False
+        return True
+
+    def _combiner(self, op: ReduceOp, dtype: torch.dtype) -> Combine:
+        found = self._combiners.get((op, dtype))
+        if found is None:
+            found = self._combiners[op, dtype] = self.team.combiner(op, dtype)
+        return found
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
+        call = describe("all_reduce", tensor.dtype, tensor.numel(), op)
+        return self._running.start(inside.all_reduce(self.team, call, tensor, self._combiner(op, tensor.dtype)))
+
+    def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
+        n = output.numel()
+        call = describe("reduce_scatter", input.dtype, input.numel(), op)
+        return self._scatter_sums(call, output, input, range(0, n * self.size + 1, n), op)
+
+    def _reduce_scatter_v(
+        self, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int], op: ReduceOp
+    ) -> Pending:
+        call = describe("reduce_scatter", input.dtype, input.numel(), op, cuts=tuple(cuts))
+        return self._scatter_sums(call, output, input, cuts, op)
+
+    def _scatter_sums(self, call, output, input, cuts, op) -> Pending:  # type: ignore[no-untyped-def]
+        combine = self._combiner(op, input.dtype)
+        return self._running.start(inside.reduce_scatter(self.team, call, output, input, cuts, combine))
+
+    def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        n = input.numel()
+        call = describe("all_gather", input.dtype, output.numel())
+        return self._running.start(inside.all_gather(self.team, call, output, input, range(0, n * self.size + 1, n)))
+
+    def _all_gather_v(self, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        call = describe("all_gather", input.dtype, output.numel(), cuts=tuple(cuts))
+        return self._running.start(inside.all_gather(self.team, call, output, input, cuts))
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
+        call = describe("broadcast", tensor.dtype, tensor.numel(), root=src)
+        return self._running.start(inside.broadcast(self.team, call, tensor, src))
+
+    def _barrier(self) -> Pending:
+        return self._running.start(inside.barrier(self.team, describe("barrier", torch.uint8, 0)))
+
+    # Memory and life
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel * dtype.itemsize <= inside.SMALL_BYTES:
+            return torch.empty(numel, dtype=dtype)
+        return self._neighbours.heap.allocate(numel, dtype)
+
+    def _split(self, members: Sequence[int], name: str) -> Backend:
+        below = self.below._split(members, name)
+        if all(sum(member in node for member in members) < 2 for node in self.nodes):
+            return below
+        roots = [self._roots[member] for member in members]
+        return ShmBackend(below, self._neighbours, roots, False, self._timeout)
+
+    def _kill(self) -> None:
+        self.team.signals.kill()
+        self.below._kill()
+
+    def _close(self) -> None:
+        self.team.signals.leave()
+        self.waiters.close()
+        self.below._close()
+        self._neighbours.heap.release(self._offset, self.team.signals.all_left)
+        if self._owns:
+            self._neighbours.close()
+
+
+def wrap(below: Backend, bootstrap: Bootstrap, nodes: Sequence[int] | None = None) -> Backend:
+    """Add shared memory to a transport that has just been connected. Collective.
+
+    Returns the transport itself, and logs why, where ranks share no memory. ``nodes``: see ``neighbours.meet``.
+
+    Raises ``UnsupportedError`` for a transport of GPUs.
+    """
+    if below.device.type != "cpu":
+        raise UnsupportedError(
+            f"shm is memory of the host, and backend {below.name} moves tensors of {below.device}; use shm+gloo or "
+            f"shm+mpi, which carry those through host memory, or {below.name} alone"
+        )
+    if below.size == 1:
+        return below
+    try:
+        neighbours = meet(below, bootstrap.timeout, bootstrap.info.local_world_size, nodes)
+    except UnsupportedError as error:
+        if below.rank == 0:
+            _log.warning("no shared memory, using %s alone: %s", below.name, error)
+        return below
+    if all(len(node) == 1 for node in neighbours.nodes):
+        if below.rank == 0:
+            _log.info("no two ranks share a host, using %s alone", below.name)
+        neighbours.close()
+        return below
+    return ShmBackend(below, neighbours, range(below.size), True, bootstrap.timeout)
