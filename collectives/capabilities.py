@@ -56,8 +56,9 @@ def keys() -> Iterator[Key]:
 def capabilities(backend: Backend, *, schedules_only: bool) -> Mapping[Key, Support]:
     """How each operation is carried out over ``backend``; ``schedules_only`` where its own collectives are not used.
 
-    ``native``: by the library's own collective, unless an argument says otherwise. ``emulated``: by a schedule over
-    messages, with the same result. ``no``: the reduction is not defined, on any backend, and raises ``TypeError``.
+    ``native``: the library's own collective keeps the contract, and carries the call unless a schedule is faster.
+    ``emulated``: by a schedule over messages, with the same result. ``no``: the reduction is not defined, on any
+    backend, and raises ``TypeError``.
     """
     return {key: _support(backend, key, schedules_only) for key in keys()}
 
