@@ -303,7 +303,7 @@ class Control:
                     member,
                 )
             )
-        elif ago > 1.0 and group.awaits(member):  # whatever it sent before it left has long arrived
+        elif group.name in calls and ago > 1.0 and group.awaits(member):  # what it sent before has long arrived
             group.end(PeerLostError(f"rank {member} has left; it will not answer a send or receive", member))
 
     def _on_lost(self, rank: int, how: str) -> None:
