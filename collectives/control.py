@@ -9,7 +9,8 @@ Notes are lines of JSON. Ranks in notes are those of the communicator that ``ini
 one ("") or of a split.
 
     to the hub    {rank, token} first, then bye {calls}, closed {group}, wait {group, call, what}, fail {group, reason}
-    from the hub  lost {rank, how}, left {rank, calls}, waiting {group, call, ranks}, mismatch {group, whats}, fail
+    from the hub  lost {rank, how}, left {rank, calls, gone}, waiting {group, call, ranks}, mismatch {group, whats},
+                  fail
 """
 
 from __future__ import annotations
@@ -135,10 +136,10 @@ class Hub:
 
     def _on_bye(self, rank: int, /, calls: Mapping[str, int]) -> None:
         self._left.add(rank)
-        self._tell(note="left", rank=rank, calls=calls)
+        self._tell(note="left", rank=rank, calls=calls, gone=True)
 
     def _on_closed(self, rank: int, /, group: str, calls: int) -> None:
-        self._tell(note="left", rank=rank, calls={group: calls})
+        self._tell(note="left", rank=rank, calls={group: calls}, gone=False)
 
     def _on_fail(self, by: int, /, **note: Any) -> None:
         self._tell(note="fail", by=by, **note)
@@ -193,7 +194,8 @@ class Control:
         self._lines = _Lines(sock)
         self._lines.send(rank=rank, token=token)
         self._lost: dict[int, str] = {}
-        self._left: dict[int, tuple[float, Mapping[str, int]]] = {}
+        self._gone: set[int] = set()
+        self._left: dict[tuple[int, str], tuple[float, int]] = {}  # (rank, group) to when, and how many calls it made
         self._reported: dict[str, tuple[int, float]] = {}
         self._answers: dict[str, Note] = {}
         self._closed = False
@@ -272,7 +274,7 @@ class Control:
                 except TimeoutError:
                     pass
                 except OSError:
-                    if not self._closed and 0 not in self._left:
+                    if not self._closed and 0 not in self._gone:
                         self._on_lost(0, "end of file")
                     return
                 self._look()
@@ -287,23 +289,20 @@ class Control:
                 if reported is None or reported[0] != waiting.call:
                     self._reported[group.name] = (waiting.call, now)
                     self._lines.send(note="wait", group=group.name, call=waiting.call, what=waiting.what)
-            for rank, (since, calls) in [*self._left.items()]:
-                if rank in group.members:
+            for (rank, name), (since, calls) in [*self._left.items()]:
+                if name == group.name and rank in group.members:
                     self._check_left(group, waiting, rank, calls, now - since)
 
-    def _check_left(
-        self, group: Group, waiting: Waiting | None, rank: int, calls: Mapping[str, int], ago: float
-    ) -> None:
+    def _check_left(self, group: Group, waiting: Waiting | None, rank: int, calls: int, ago: float) -> None:
         member = group.members.index(rank)
-        if waiting is not None and calls.get(group.name, waiting.call) < waiting.call:
-            made = calls[group.name]
+        if waiting is not None and calls < waiting.call:
             group.end(
                 PeerLostError(
-                    f"rank {member} has left: it closed its communicator or ended after {made} collectives",
+                    f"rank {member} has left: it closed its communicator or ended after {calls} collectives",
                     member,
                 )
             )
-        elif group.name in calls and ago > 1.0 and group.awaits(member):  # what it sent before has long arrived
+        elif ago > 1.0 and group.awaits(member):  # whatever it sent before it left has long arrived
             group.end(PeerLostError(f"rank {member} has left; it will not answer a send or receive", member))
 
     def _on_lost(self, rank: int, how: str) -> None:
@@ -315,9 +314,11 @@ class Control:
                     PeerLostError(f"rank {member} is lost: its process ended without saying goodbye ({how})", member)
                 )
 
-    def _on_left(self, rank: int, calls: Mapping[str, int]) -> None:
-        _, known = self._left.get(rank, (0.0, {}))
-        self._left[rank] = (time.monotonic(), {**known, **calls})
+    def _on_left(self, rank: int, calls: Mapping[str, int], gone: bool) -> None:
+        now = time.monotonic()
+        self._left.update({(rank, group): (now, made) for group, made in calls.items()})
+        if gone:
+            self._gone.add(rank)
         self._look()
 
     def _on_waiting(self, group: str, **answer: Any) -> None:
