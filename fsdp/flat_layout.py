@@ -110,3 +110,10 @@ def _alternate(offsets: Sequence[int], numels: Sequence[int], end: int) -> list[
     for offset, numel, following in zip(offsets, numels, nexts, strict=True):
         lengths += (numel, following - offset - numel)
     return lengths
+
+
+def local_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """The shape of a shard of ``numel`` elements: as many dimensions as the whole parameter has."""
+    if not shape and numel == 1:
+        return ()
+    return (numel,) + (1,) * (len(shape) - 1)

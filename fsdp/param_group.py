@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from collectives import Communicator, ReduceOp, Work
-from fsdp.flat_layout import FlatLayout
+from collectives import Communicator, Work
+from fsdp.flat_layout import FlatLayout, local_shape
+from fsdp.gradients import Gradients
 from fsdp.precision import MixedPrecisionPolicy
-from fsdp.reduction import Reduction
 from fsdp.strategy import Strategy, Trigger
 from fsdp.use import Progress, Use
-
-TakeBuffer = Callable[[int, torch.dtype], torch.Tensor]
 
 
 @dataclass
@@ -76,27 +74,18 @@ class ParamGroup:
         self.managed = sorted(parameters, key=lambda m: not m.parameter.requires_grad)
         self.comm = comm
         self.strategy = strategy
-        self.grad_views = grad_views
         self.dtype = self.managed[0].parameter.dtype
-        self.reduce_dtype = policy.reduce(self.dtype)
         self.shapes = [m.parameter.shape for m in self.managed]
         self.part = comm.rank if strategy.shards else 0
         self.layout = FlatLayout.even([s.numel() for s in self.shapes], comm.world_size if strategy.shards else 1)
         self.storage = Storage.FREED if strategy.shards else Storage.FULL
         self.users = 0  # units whose forward or backward is under way and that see the full leaves
         self.touched = False  # backward has reached it since its last reduction
-        self.ready = False  # Trigger.ORDER: every gradient of this backward is there
         self.flag_offset = 0  # its place among the flags of the runtime
-        self.on_ready: Callable[[], None] = _nothing
-        self.on_backward: Callable[[], None] = _nothing
         self._uses: list[weakref.ref[Use]] = []
         self._gather: Work | None = None
         self._epoch = -1  # the root forward that it was last gathered for
         self._fresh = False  # gathered parameters are known to equal the shards, although a backward has ended
-        self._hooked: set[int] = set()
-        self._missing: set[int] | None = None  # parameters whose gradients backward still owes; None outside of it
-        self._bucket: torch.Tensor | None = None
-        self._bucket_views: list[torch.Tensor] = []
 
         values = self._rank_0_values()
         self.shard = values  # replicated: never read
@@ -104,8 +93,17 @@ class ParamGroup:
         self.leaves: list[nn.Parameter] = [m.parameter for m in self.managed]
         if strategy.shards:
             self._cut(values, policy.param(self.dtype))
-        self.wanted: tuple[bool, ...] = ()
-        self._set_wanted()
+        self.gradients = Gradients(
+            [m.parameter for m in self.managed],
+            self.leaves,
+            self.layout,
+            self.part,
+            comm,
+            shards=strategy.shards,
+            dtype=policy.reduce(self.dtype),
+            views=grad_views,
+            counts=strategy.trigger is Trigger.ORDER,
+        )
 
     # Building
 
@@ -146,27 +144,6 @@ class ParamGroup:
         self._pointers = [m.parameter.data_ptr() for m in self.managed]
         self.full.untyped_storage().resize_(0)
 
-    def _set_wanted(self) -> None:
-        """Which parameters want gradients: recomputed when somebody freezes or unfreezes one."""
-        self.wanted = tuple(m.parameter.requires_grad for m in self.managed)
-        self.wanted_indices = [i for i, want in enumerate(self.wanted) if want]
-        self.grad_layout = self.layout.subset(self.wanted)
-        self.grad_shapes = [
-            local_shape(self.shapes[i], piece.numel) if self.strategy.shards else self.shapes[i]
-            for i, piece in zip(self.wanted_indices, self.grad_layout.pieces(self.part), strict=True)
-        ]
-        self.grad_spans = self.grad_layout.shard_spans(self.part)
-        self._bucket = None
-        for i in self.wanted_indices:
-            leaf = self.leaves[i]
-            leaf.requires_grad_(True)
-            if self.strategy.trigger is Trigger.ORDER and i not in self._hooked:
-                self._hooked.add(i)
-                leaf.register_post_accumulate_grad_hook(_arrival(weakref.ref(self), i))  # type: ignore[no-untyped-call]
-        for i, want in enumerate(self.wanted):
-            if not want:
-                self.leaves[i].requires_grad_(False)
-
     # Gathered and freed
 
     def check_parameters(self) -> None:
@@ -180,8 +157,8 @@ class ParamGroup:
                     module._parameters[name] = parameter
             if self.strategy.shards and parameter.data_ptr() != self._pointers[i]:
                 self._take_back(i, parameter)
-            if parameter.requires_grad is not self.wanted[i]:
-                self._set_wanted()
+            if parameter.requires_grad is not self.gradients.wanted[i]:
+                self.gradients.want(tuple(m.parameter.requires_grad for m in self.managed))
 
     def _take_back(self, i: int, held: nn.Parameter | None) -> None:
         """``held`` was put in place of a parameter, or its data was. A shard of the right size is copied back."""
@@ -268,109 +245,6 @@ class ParamGroup:
                     module._parameters[name] = managed.parameter
         return self.users == 0
 
-    # Gradients
-
-    def begin_backward(self) -> None:
-        """No gradient of this backward is there yet."""
-        self.ready = False
-        self._missing = set(self.wanted_indices)
-
-    def end_backward(self) -> None:
-        """No backward is under way."""
-        self.touched = False
-        self._missing = None
-
-    def arrived(self, i: int) -> None:
-        """The gradient of parameter ``i`` is there, or more of it (a module used twice under checkpointing)."""
-        if self._missing is None:
-            self.on_backward()
-        if self._missing is not None and not self.ready:
-            self._missing.discard(i)
-            if not self._missing:
-                self.ready = True
-                self.on_ready()
-
-    @property
-    def reduces(self) -> bool:
-        """Whether anything in it wants gradients."""
-        return bool(self.wanted_indices)
-
-    def late_gradients(self) -> list[int]:
-        """Parameters with full gradients that no reduction has taken."""
-        return [i for i in self.wanted_indices if self.leaves[i].grad is not None]
-
-    def open_uses(self) -> list[Use]:
-        """The forwards that used it and whose backward is not done."""
-        alive = [use for ref in self._uses if (use := ref()) is not None and use.progress is not Progress.DONE]
-        self._uses = [weakref.ref(use) for use in alive]
-        return alive
-
-    def remember(self, use: Use) -> None:
-        """A forward used it, and backward may follow."""
-        self._uses.append(weakref.ref(use))
-
-    def start_reduction(self, take_buffer: TakeBuffer, first: bool) -> Reduction:
-        """Take the full gradients, and start to average them over ranks.
-
-        Args:
-            take_buffer: gives the input of a reduce_scatter: numel, dtype -> a 1-D tensor of at least that numel.
-            first: no other reduction of the group is under way.
-        """
-        gradients: list[torch.Tensor | None] = []
-        for i in self.wanted_indices:
-            gradient = self.leaves[i].grad
-            self.leaves[i].grad = None
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise TypeError(f"the gradient of {self.managed[i].name!r} is {gradient.layout}, expected a dense one")
-            gradients.append(gradient)
-        self.touched = False
-        parameters = [self.managed[i].parameter for i in self.wanted_indices]
-        used = [gradient is not None for gradient in gradients]
-        if not self.strategy.shards:
-            bucket = self._fill_bucket(gradients, first)
-            work = self.comm.all_reduce(bucket, ReduceOp.AVG, async_op=True)
-            return Reduction(self, work, None, bucket, parameters, used)
-        buffer = take_buffer(self.grad_layout.numel, self.reduce_dtype)
-        flat = self._pack(gradients, buffer[: self.grad_layout.numel])
-        output = flat.new_empty(self.grad_layout.sizes[self.part])
-        if self.grad_layout.is_even:
-            work = self.comm.reduce_scatter(output, flat, ReduceOp.AVG, async_op=True)
-        else:
-            work = self.comm.reduce_scatter_v(output, flat, self.grad_layout.sizes, ReduceOp.AVG, async_op=True)
-        return Reduction(self, work, buffer, output, parameters, used)
-
-    def _pack(self, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor) -> torch.Tensor:
-        """The gradients, side by side in ``flat``; those that are missing are zero.
-
-        This is the one copy that a gradient sees: a collective needs them side by side, and autograd allocates them.
-        Letting autograd add into zeroed views of the buffer instead would write it twice and read it once more.
-        """
-        parts: list[torch.Tensor] = []
-        spans = self.grad_layout.spans()
-        zeros = flat.new_zeros(max(spans[1::2]))  # the padding
-        for gradient, numel, gap in zip(gradients, spans[::2], spans[1::2], strict=True):
-            parts.append(flat.new_zeros(numel) if gradient is None else gradient.reshape(-1))
-            if gap:
-                parts.append(zeros[:gap])
-        return torch.cat(parts, out=flat)
-
-    def _fill_bucket(self, gradients: Sequence[torch.Tensor | None], first: bool) -> torch.Tensor:
-        """The same for replicated gradients, whose buffer becomes their home. Those that live there already stay."""
-        if self._bucket is None or not first:
-            bucket = self.comm.allocate(self.grad_layout.numel, self.reduce_dtype).zero_()
-            spans = torch.split(bucket, self.grad_spans)[::2]
-            views = [span.view(shape) for span, shape in zip(spans, self.grad_shapes, strict=True)]
-            if first:
-                self._bucket, self._bucket_views = bucket, views
-        else:
-            bucket, views = self._bucket, self._bucket_views
-        for gradient, view in zip(gradients, views, strict=True):
-            if gradient is None:
-                view.zero_()
-            elif gradient.data_ptr() != view.data_ptr():
-                view.copy_(gradient)
-        return bucket
-
     def gather_values(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Every parameter with its whole value, in a buffer of its own: what is under way in the model stays."""
         self.check_parameters()
@@ -382,28 +256,14 @@ class ParamGroup:
             for managed, span, shape in zip(self.managed, spans, self.shapes, strict=True)
         ]
 
-    def drop_gradients(self) -> None:
-        """Forget the full gradients that a failed backward left behind."""
-        if self.strategy.shards:
-            for leaf in self.leaves:
-                leaf.grad = None
+    # Forwards that may be differentiated
 
+    def open_uses(self) -> list[Use]:
+        """The forwards that used it and whose backward is not done."""
+        alive = [use for ref in self._uses if (use := ref()) is not None and use.progress is not Progress.DONE]
+        self._uses = [weakref.ref(use) for use in alive]
+        return alive
 
-def local_shape(shape: torch.Size, numel: int) -> tuple[int, ...]:
-    """The shape of a shard of ``numel`` elements: as many dimensions as the whole parameter has."""
-    if not shape and numel == 1:
-        return ()
-    return (numel,) + (1,) * (len(shape) - 1)
-
-
-def _arrival(group: weakref.ref[ParamGroup], i: int) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        alive = group()
-        if alive is not None:
-            alive.arrived(i)
-
-    return hook
-
-
-def _nothing() -> None:
-    """What a group calls before a runtime owns it."""
+    def remember(self, use: Use) -> None:
+        """A forward used it, and backward may follow."""
+        self._uses.append(weakref.ref(use))

@@ -17,7 +17,7 @@ from collections import deque
 
 import torch
 
-from collectives import Communicator, ReduceOp, Work
+from collectives import Communicator, ReduceOp
 from fsdp.param_group import ParamGroup
 from fsdp.reduction import Reduction
 from fsdp.strategy import Trigger
@@ -40,8 +40,8 @@ class Reducer:
         self._groups: list[ParamGroup] = []
         self._order: list[ParamGroup] = []  # those of Trigger.ORDER, as they start
         self._next = 0
-        self._running: deque[Reduction] = deque()
-        self._landed: list[Reduction] = []
+        self._running: deque[tuple[ParamGroup, Reduction]] = deque()
+        self._landed: list[tuple[ParamGroup, Reduction]] = []
         self._free: list[torch.Tensor] = []
         self._known_flags: bytearray | None = None
 
@@ -52,24 +52,24 @@ class Reducer:
         self._flags = 0
         for group in groups:
             group.flag_offset = self._flags
-            group.on_ready = self.group_ready
+            group.gradients.on_ready = self.group_ready
             self._flags += len(group.managed)
 
     def reduces(self, group: ParamGroup) -> bool:
         """Whether this backward reduces ``group``."""
-        return group.reduces and (self.requires_sync or not group.strategy.keeps_full_gradients)
+        return bool(group.gradients.indices) and (self.requires_sync or not group.strategy.keeps_full_gradients)
 
     def begin(self) -> None:
         """A backward begins."""
         self._next = 0
         for group in self._groups:
-            group.begin_backward()
+            group.gradients.begin_backward()
 
     def group_ready(self) -> None:
         """A group has all its gradients: start the reductions whose turn it is."""
         while self._next < len(self._order):
             group = self._order[self._next]
-            if not self.reduces(group) or not group.ready:
+            if not self.reduces(group) or not group.gradients.ready:
                 break
             self.start(group)
             self._next += 1
@@ -79,19 +79,20 @@ class Reducer:
         """Start to reduce ``group``, after as many earlier reductions have landed as its strategy has buffers for."""
         while len(self._running) >= group.strategy.reduce_buffers:
             self._land_first()
-        first = all(reduction.group is not group for reduction in self._running)
-        self._running.append(group.start_reduction(self._buffer, first))
+        first = all(other is not group for other, _ in self._running)
+        group.touched = False
+        self._running.append((group, group.gradients.start_reduction(self._buffer, first)))
 
     def poll(self) -> None:
         """Some transports only move when they are asked."""
         if self._running:
-            self._running[-1].work.is_completed()
+            self._running[-1][1].work.is_completed()
 
     def _land_first(self) -> None:
-        reduction = self._running.popleft()
-        buffer, reduction.buffer = reduction.buffer, None
+        group, reduction = self._running.popleft()
         reduction.land()
-        self._landed.append(reduction)
+        self._landed.append((group, reduction))
+        buffer, reduction.buffer = reduction.buffer, None
         if buffer is not None:
             self._free.append(buffer)
 
@@ -100,7 +101,9 @@ class Reducer:
         for i, buffer in enumerate(self._free):
             if buffer.dtype == dtype and buffer.numel() >= numel:
                 return self._free.pop(i)
-        largest = max(g.grad_layout.numel for g in self._groups if g.reduce_dtype == dtype and g.strategy.shards)
+        largest = max(
+            g.gradients.layout.numel for g in self._groups if g.gradients.dtype == dtype and g.strategy.shards
+        )
         return self.comm.allocate(largest, dtype)
 
     def end(self) -> None:
@@ -116,9 +119,8 @@ class Reducer:
             flags = self._exchange_flags()
             while self._running:
                 self._land_first()
-            for reduction in self._landed:
-                offset = reduction.group.flag_offset
-                reduction.finish([flags[offset + i] > 0 for i in reduction.group.wanted_indices])
+            for group, reduction in self._landed:
+                reduction.finish([flags[group.flag_offset + i] > 0 for i in group.gradients.indices])
         self.clear()
 
     def _exchange_flags(self) -> bytearray:
@@ -126,17 +128,17 @@ class Reducer:
         if self.static_graph and self._known_flags is not None:
             return self._known_flags
         flags = bytearray(max(self._flags, 1))
-        for reduction in (*self._landed, *self._running):
-            for i, used in zip(reduction.group.wanted_indices, reduction.used, strict=True):
-                flags[reduction.group.flag_offset + i] |= used
+        for group, reduction in (*self._landed, *self._running):
+            for i, used in zip(group.gradients.indices, reduction.used, strict=True):
+                flags[group.flag_offset + i] |= used
         for group in self._groups:
             if self.reduces(group):
-                for i in group.late_gradients():
+                for i in group.gradients.late():
                     flags[group.flag_offset + i] = _LATE
         if self.comm.world_size > 1:
             self._all_reduce(flags)
         for group in self._groups:
-            if any(flags[group.flag_offset + i] == _LATE for i in group.wanted_indices):
+            if any(flags[group.flag_offset + i] == _LATE for i in group.gradients.indices):
                 self.start(group)
         if self.static_graph:
             self._known_flags = bytearray(min(flag, _USED) for flag in flags)
@@ -153,12 +155,11 @@ class Reducer:
 
     def abandon(self) -> None:
         """A backward failed: wait for what is under way, and drop all gradients of it."""
-        works: list[Work] = [reduction.work for reduction in self._running]
-        for work in works:
-            work.wait()
+        for _, reduction in self._running:
+            reduction.work.wait()
         self.clear()
         for group in self._groups:
-            group.drop_gradients()
+            group.gradients.drop()
 
     def clear(self) -> None:
         """Release buffers and forget this backward."""
@@ -166,4 +167,5 @@ class Reducer:
         self._landed.clear()
         self._free.clear()
         for group in self._groups:
-            group.end_backward()
+            group.touched = False
+            group.gradients.end_backward()

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from collectives import Work
+from collectives import Communicator, Work
 from fsdp.shard_gradient import ShardGradient
 
-if TYPE_CHECKING:
-    from fsdp.param_group import ParamGroup
+
+@dataclass(frozen=True)
+class Target:
+    """Where reduced gradients go.
+
+    Args:
+        parameters: the users' parameters, in the order of the layout.
+        spans: lengths that split the reduced tensor into gradient, gap, gradient, gap, ...
+        shapes: of the gradients.
+        sharded_over: the ranks that hold the other parts; None where every rank holds all.
+        views: whole gradients may be views of the reduced tensor, which is kept; otherwise copies.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    spans: list[int]
+    shapes: Sequence[Sequence[int]]
+    sharded_over: Communicator | None
+    views: bool
 
 
 @dataclass
@@ -21,69 +36,64 @@ class Reduction:
     """Averaged gradients on their way.
 
     Args:
-        group: whose gradients they are.
+        target: where they go.
         work: the collective.
-        buffer: its input, which lives as long as it runs.
-        output: 1-D, this rank's part of the average (replicated: all of it).
-        parameters: the users' parameters that receive it, in the order of the layout.
-        used: for each, whether this rank contributed a gradient. Others had zeros sent for them.
+        buffer: its input, lent until it is done; None where it works in place.
+        output: 1-D, this rank's part of the average.
+        used: for each parameter, whether this rank contributed a gradient. For others zeros were sent.
+
+    [Note: unused parameters]
+    A parameter that no rank used must keep ``.grad`` None, as in one process: a zero would let momentum and weight
+    decay move it. For a parameter that this rank used there is nothing to find out, so its gradient is handed out as
+    soon as it lands; for the others ``finish`` waits for the flags that ranks exchange at the end of backward.
     """
 
-    group: ParamGroup
+    target: Target
     work: Work
     buffer: torch.Tensor | None
     output: torch.Tensor
-    parameters: Sequence[nn.Parameter]
     used: Sequence[bool]
-    landed: bool = False
 
     def land(self) -> None:
-        """Wait, then give every parameter that this rank used its gradient. Others wait for ``finish``.
-
-        [Note: unused parameters] A parameter that no rank used must keep ``.grad`` None, as in one process: a zero
-        would let momentum and weight decay move it. A rank that did not use one learns from the flags that all ranks
-        exchange at the end of backward; for a rank that did, there is nothing to learn.
-        """
-        if self.landed:
-            return
-        self.landed = True
+        """Wait, then hand out the gradients of the parameters that this rank used."""
         self.work.wait()
-        self.buffer = None
-        if self.output.dtype != self.group.dtype:
-            self.output = self.output.to(self.group.dtype)
         self._give(self.used)
 
     def finish(self, used_somewhere: Sequence[bool]) -> None:
-        """Give the parameters that only other ranks used their gradients."""
+        """Hand out the gradients of the parameters that only other ranks used."""
         if not all(self.used):
             self._give([there and not here for here, there in zip(self.used, used_somewhere, strict=True)])
 
     def _give(self, chosen: Sequence[bool]) -> None:
-        group = self.group
-        views = torch.split(self.output, group.grad_spans)[::2]
-        for parameter, view, shape, give in zip(self.parameters, views, group.grad_shapes, chosen, strict=True):
+        target = self.target
+        views = torch.split(self.output, target.spans)[::2]
+        for parameter, view, shape, give in zip(target.parameters, views, target.shapes, chosen, strict=True):
             if not give:
                 continue
-            gradient = view.view(shape)
-            if not group.strategy.shards:
+            gradient = view.view(shape).to(parameter.dtype)
+            if target.sharded_over is None:
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient)
                 else:
-                    parameter.grad = gradient if group.grad_views else gradient.clone()
-                continue
-            if parameter._backward_hooks:
-                gradient = _hooked(parameter._backward_hooks, gradient)
-            if parameter.grad is None:
-                parameter.grad = ShardGradient.of(gradient, group.comm)
+                    parameter.grad = gradient if target.views else gradient.clone()
             else:
-                parameter.grad.as_subclass(torch.Tensor).add_(gradient)
-            if parameter._post_accumulate_grad_hooks:
-                for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
-                    hook(parameter)
+                _accumulate(parameter, gradient, target.sharded_over)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor, comm: Communicator) -> None:
+    """What autograd's accumulation does for a leaf, for the gradient of a shard: hooks, sum, hooks."""
+    if parameter._backward_hooks:
+        gradient = _hooked(parameter._backward_hooks, gradient)
+    if parameter.grad is None:
+        parameter.grad = ShardGradient.of(gradient, comm)
+    else:
+        parameter.grad.as_subclass(torch.Tensor).add_(gradient)
+    if parameter._post_accumulate_grad_hooks:
+        for hook in tuple(parameter._post_accumulate_grad_hooks.values()):
+            hook(parameter)
 
 
 def _hooked(hooks: Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]], gradient: torch.Tensor) -> torch.Tensor:
-    """What users' gradient hooks on a sharded parameter make of the gradient of the shard."""
     for hook in tuple(hooks.values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

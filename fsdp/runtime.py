@@ -74,7 +74,7 @@ class Runtime:
         for unit in self.units:
             unit.runtime = self
         for group in self.groups:
-            group.on_backward = self.begin_backward
+            group.gradients.on_backward = self.begin_backward
         backward = [group for unit in (*reversed(inner), root) for group in reversed(unit.own_groups)]
         self.reducer.manage(backward)
         self.buffer_owners = [owner for unit in self.units for owner in unit.buffer_owners]

@@ -100,7 +100,7 @@ def lowered(comm: Communicator, stage: int, policy: MixedPrecisionPolicy) -> tup
         filled(OddNet(), comm.rank, torch.float32), comm, stage=stage, units=[OddBlock], mp_policy=policy
     )
     seen = set()
-    model.blocks[0].register_forward_hook(lambda m, a, out: seen.update({str(a[0].dtype), str(m.wide.dtype)}))  # type: ignore[union-attr,operator]
+    model.blocks[0].register_forward_pre_hook(lambda m, a: seen.update({str(a[0].dtype), str(m.wide.dtype)}))  # type: ignore[union-attr,operator]
     return *train(comm, model, STEPS, adamw), seen
 
 
