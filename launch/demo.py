@@ -13,7 +13,6 @@ import argparse
 import copy
 import functools
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,8 @@ from rich.table import Table
 import collectives
 import fsdp
 from collectives import Communicator, ReduceOp
-from collectives.rendezvous import resolve
 from launch import __main__ as launcher
-from launch.entry import InputError, JobParser, on_rank_0, run_job
+from launch.entry import InputError, JobParser, identity, on_rank_0, run_job
 
 FEATURES = 31  # odd on purpose: shards need padding
 WIDTH = 128
@@ -304,7 +302,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = options.world_size or 2
     if (options.backend or "").rpartition("+")[2] == "threads":
         sys.exit(0 if all(collectives.run(run, options, n=size, backend=options.backend)) else 1)
-    if size > 1 and resolve(os.environ).launcher == "single":
+    info = identity()
+    if size > 1 and info is not None and info.launcher == "single":
         sys.exit(launcher.main(["-n", str(size), "-m", "launch.demo", *arguments]))
     sys.exit(0 if run_job("launch.demo", options.backend, lambda comm: run(comm, options)) else 1)
 

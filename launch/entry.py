@@ -11,7 +11,9 @@ from typing import Any, TypeVar, cast
 
 import collectives
 from collectives import CommError, Communicator
+from collectives.errors import RendezvousError
 from collectives.rendezvous import resolve
+from collectives.types import RankInfo
 
 T = TypeVar("T")
 HEAD_START = 0.5  # seconds that rank 0 has for its words before a launcher sees another rank fail
@@ -26,18 +28,19 @@ class JobParser(argparse.ArgumentParser):
     """Every rank parses the same arguments and fails alike; only rank 0 says so."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if first_rank():
+        info = identity()
+        if info is None or info.rank == 0:
             super()._print_message(message, file)
         else:
             time.sleep(HEAD_START)
 
 
-def first_rank() -> bool:
-    """Whether this process should speak for its job, as far as its environment tells."""
+def identity() -> RankInfo | None:
+    """What the environment tells of this process; None where it contradicts itself, which ``init`` will explain."""
     try:
-        return resolve(os.environ).rank == 0
-    except CommError:
-        return True  # ``init`` will say what is wrong
+        return resolve(os.environ)
+    except RendezvousError:
+        return None
 
 
 def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
