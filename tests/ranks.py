@@ -30,7 +30,7 @@ import pytest
 import collectives
 from collectives.errors import CommClosedError, PeerLostError
 
-BACKENDS = ["threads", "gloo", "mpi", "ring+gloo", "ring+mpi"]
+BACKENDS = ["threads", "gloo", "mpi", "ring+gloo", "ring+mpi", "shm+gloo", "shm+mpi"]
 ROOT = Path(__file__).resolve().parents[1]
 MAX_POOLS = 2
 START_TIMEOUT = 120.0

@@ -284,7 +284,7 @@ def _own_pidfd() -> int:
 
 
 def _host() -> str:
-    """Alike for ranks that may share memory: a boot of a kernel, and a network namespace, as Unix names belong to one."""
+    """Alike for ranks that may share memory: a boot of a kernel, and a network namespace, which Unix names have."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from collectives.backend import Backend, Bootstrap, Pending
-from collectives.backends import inside
+from collectives.backends import between, inside
+from collectives.backends.between import Hosts
 from collectives.backends.neighbours import Neighbours, exchange, meet
 from collectives.backends.signals import Signals, clear
-from collectives.backends.team import Combine, Steps, Team, describe, footprint
+from collectives.backends.team import Call, Combine, Steps, Team, describe, footprint
 from collectives.errors import CommTimeoutError, UnsupportedError
 from collectives.schedules.arithmetic import check_reducible
 from collectives.schedules.executor import Posted
@@ -198,6 +199,8 @@ class ShmBackend(Backend):
         self.nodes = [sorted(node) for node in nodes if node]
         self._offset = -1
         self.team = self._form_team()
+        self._hosts = Hosts(self.team, self.nodes, lambda ops: Posted(self._post(ops, 0), len(ops)))
+        self._one_host = len(self.nodes) == 1
         self._running = _Running(self.team.signals)
         self._combiners: dict[tuple[ReduceOp, torch.dtype], Combine] = {}
 
@@ -249,38 +252,58 @@ class ShmBackend(Backend):
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
         call = describe("all_reduce", tensor.dtype, tensor.numel(), op)
-        return self._running.start(inside.all_reduce(self.team, call, tensor, self._combiner(op, tensor.dtype)))
+        if self._one_host:
+            steps = inside.all_reduce(self.team, call, tensor, self._combiner(op, tensor.dtype))
+        else:
+            steps = between.all_reduce(self._hosts, call, tensor, op)
+        return self._running.start(steps)
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
         n = output.numel()
         call = describe("reduce_scatter", input.dtype, input.numel(), op)
-        return self._scatter_sums(call, output, input, range(0, n * self.size + 1, n), op)
+        return self._reduce_scatter_parts(call, output, input, range(0, n * self.size + 1, n), op)
 
     def _reduce_scatter_v(
         self, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int], op: ReduceOp
     ) -> Pending:
         call = describe("reduce_scatter", input.dtype, input.numel(), op, cuts=tuple(cuts))
-        return self._scatter_sums(call, output, input, cuts, op)
+        return self._reduce_scatter_parts(call, output, input, cuts, op)
 
-    def _scatter_sums(self, call, output, input, cuts, op) -> Pending:  # type: ignore[no-untyped-def]
-        combine = self._combiner(op, input.dtype)
-        return self._running.start(inside.reduce_scatter(self.team, call, output, input, cuts, combine))
+    def _reduce_scatter_parts(
+        self, call: Call, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int], op: ReduceOp
+    ) -> Pending:
+        if self._one_host:
+            combine = self._combiner(op, input.dtype)
+            steps = inside.reduce_scatter(self.team, call, output, input, cuts, combine)
+        else:
+            steps = between.reduce_scatter(self._hosts, call, output, input, cuts, op)
+        return self._running.start(steps)
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         n = input.numel()
         call = describe("all_gather", input.dtype, output.numel())
-        return self._running.start(inside.all_gather(self.team, call, output, input, range(0, n * self.size + 1, n)))
+        return self._all_gather_parts(call, output, input, range(0, n * self.size + 1, n))
 
     def _all_gather_v(self, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int]) -> Pending:
         call = describe("all_gather", input.dtype, output.numel(), cuts=tuple(cuts))
-        return self._running.start(inside.all_gather(self.team, call, output, input, cuts))
+        return self._all_gather_parts(call, output, input, cuts)
+
+    def _all_gather_parts(self, call: Call, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        if self._one_host:
+            return self._running.start(inside.all_gather(self.team, call, output, input, cuts))
+        return self._running.start(between.all_gather(self._hosts, call, output, input, cuts))
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         call = describe("broadcast", tensor.dtype, tensor.numel(), root=src)
-        return self._running.start(inside.broadcast(self.team, call, tensor, src))
+        if self._one_host:
+            return self._running.start(inside.broadcast(self.team, call, tensor, src))
+        return self._running.start(between.broadcast(self._hosts, call, tensor, src))
 
     def _barrier(self) -> Pending:
-        return self._running.start(inside.barrier(self.team, describe("barrier", torch.uint8, 0)))
+        call = describe("barrier", torch.uint8, 0)
+        if self._one_host:
+            return self._running.start(inside.barrier(self.team, call))
+        return self._running.start(between.barrier(self._hosts, call))
 
     # Memory and life
 
