@@ -83,6 +83,7 @@ def test_wheel_content(wheel: Path) -> None:
     assert f"{info}/licenses/LICENSE" in names
 
 
+@pytest.mark.full
 def test_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

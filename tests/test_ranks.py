@@ -34,7 +34,6 @@ def dies_on_rank_1(comm: Communicator) -> None:
     comm.barrier()
 
 
-FULL = pytest.mark.full
 PLANTED: list[tuple[Callable[[Communicator], None], type[Exception], str]] = [
     (fails_on_rank_1, LookupError, "planted"),
     (hangs_on_rank_1, TimeoutError, r"ranks \[1\] of 2 gave no answer"),
@@ -45,7 +44,7 @@ PLANTED: list[tuple[Callable[[Communicator], None], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("launcher", "backend", "fn", "error", "match"),
     [
-        pytest.param(*start, *planted, marks=() if planted[0] is hangs_on_rank_1 and start[0] == "plain" else FULL)
+        pytest.param(*start, *planted, marks=pytest.mark.full)
         for start in (("plain", "gloo"), ("mpirun", "mpi"))
         for planted in PLANTED
     ],

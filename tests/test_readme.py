@@ -32,7 +32,10 @@ def losses(command: list[str], environment: dict[str, str], folder: Path) -> dic
     return {int(rank): float(loss) for rank, loss in re.findall(r"rank (\d+) of \d+: loss ([\d.]+)", done.stdout)}
 
 
-@pytest.mark.parametrize("launcher", ["none", "launch", "torchrun", "mpirun"])
+FULL = [pytest.param(launcher, marks=pytest.mark.full) for launcher in ("none", "torchrun", "mpirun")]
+
+
+@pytest.mark.parametrize("launcher", ["launch", *FULL])
 def test_the_script_trains_under_every_launcher(launcher: str, script: Path) -> None:
     command, environment = [sys.executable], clean_environment()
     if launcher == "launch":
