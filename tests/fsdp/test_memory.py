@@ -80,7 +80,7 @@ def held_at_rest(comm: Communicator, strategy: str | int, units: Any) -> int:
 
 
 @pytest.mark.parametrize("units", [None, [WideBlock]], ids=["whole", "units"])
-@pytest.mark.parametrize("strategy", ["ddp", 0, 1, 2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 4])
 def test_bytes_at_rest(world_size: int, strategy: str | int, units: Any) -> None:
     held = collectives.run(held_at_rest, strategy, units, n=world_size, timeout=50.0)[0]

@@ -22,7 +22,6 @@ from fsdp import CPUOffloadPolicy, DistributedDataParallel, FSDPModule, MixedPre
 from fsdp.param_group import Storage
 from fsdp.unit import unit_of
 from tests.fsdp.models import (
-    STRATEGIES,
     WIDTH,
     WORDS,
     OddBlock,
@@ -41,7 +40,10 @@ from tests.fsdp.models import (
 )  # fmt: skip
 from tests.ranks import run_ranks
 
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+# Without accumulation stage 0 does what DDP does, in place, and stage 2 what stage 1 does.
+every_strategy = pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
+)
 
 
 def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:

@@ -74,7 +74,7 @@ def micro_steps(comm: Communicator, strategy: str | int, units: Any, k: int) -> 
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("units", [None, [Plain]], ids=["whole", "units"])
-@pytest.mark.parametrize("strategy", ["ddp", 0, 1, 2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.full), 5])
 def test_bytes_sent(world_size: int, strategy: str | int, units: Any, k: int) -> None:
     sent = collectives.run(
