@@ -147,6 +147,8 @@ def same(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> Non
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """One row of bytes an element."""
+    if tensor.dtype is torch.bool:  # a copy would make every byte 0 or 1
+        tensor = tensor.view(torch.uint8)
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 

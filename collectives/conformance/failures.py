@@ -14,7 +14,7 @@ from collectives.errors import CommClosedError, CommError, CommTimeoutError
 from collectives.types import Work
 
 _LIMIT = 0.6  # the time-out that is tried
-_SLACK = 15.0  # how much later than its time-out a call may raise on a busy machine
+_SLACK = 3.0  # how much later than that a call may raise on a busy machine
 
 
 def check_timeout(comm: Communicator, case: Case) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import threading
 import time
@@ -188,7 +187,6 @@ def _fork_and_call(comm: Communicator) -> None:
     if child == 0:
         code = 1
         try:
-            faulthandler.dump_traceback_later(_PATIENCE / 2, file=2)
             for call in calls:
                 raises(CommClosedError, ["fork"], call)
             comm.close()

@@ -1,0 +1,38 @@
+"""Our own backends under the conformance suite: one test for each backend, world size and part of the contract."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives import Communicator, conformance
+from collectives.conformance.report import Report, first_failure
+from collectives.conformance.table import RankOutcome
+from tests.ranks import run_ranks
+
+# Three threads are what test_mutants.py compares its planted faults with.
+PLAIN = [("threads", 1), ("threads", 2), ("gloo", 2), ("mpi", 3), ("ring+gloo", 3), ("ring+mpi", 2)]
+FULL = [
+    *(("threads", size) for size in (3, 4, 5, 8)),
+    *((backend, size) for backend in ("gloo", "mpi", "ring+gloo", "ring+mpi") for size in (1, 2, 3, 4)),
+    *(("ring+threads", size) for size in (2, 3)),
+]
+
+
+def run_group(comm: Communicator, group: str) -> RankOutcome:
+    """One part of the contract as one task of a pool."""
+    return conformance.run_here(comm, conformance.trials([group]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [
+        *(pytest.param(*pair) for pair in PLAIN),
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in FULL if pair not in PLAIN),
+    ],
+)
+@pytest.mark.parametrize("group", conformance.GROUPS)
+def test_contract(group: str, backend: str, world_size: int) -> None:
+    trials = conformance.trials([group])
+    outcomes = dict(enumerate(run_ranks(run_group, group, backend=backend, world_size=world_size, timeout=100.0)))
+    found = first_failure(trials, outcomes, dict.fromkeys(outcomes, 0), "")
+    Report(world_size, len(trials), [found[1]] if found else []).raise_if_failed()
