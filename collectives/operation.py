@@ -81,6 +81,8 @@ class Operation(Work):
 
     def advance(self) -> bool:
         """Go as far as polling allows. True at the end."""
+        if not self._lock.acquire(blocking=False):
+            return self.done  # another thread is at it
         try:
             with torch.inference_mode():
                 while self._flying is None or self._flying.pending.poll():
@@ -89,6 +91,8 @@ class Operation(Work):
             self.end(None)
         except Exception as error:
             self.progress.fail(self, error)
+        finally:
+            self._lock.release()
         return self.done
 
     def begin(self) -> None:
@@ -297,10 +301,11 @@ class Polling(Progress):
 
     def drive(self, operation: Operation, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        if self._waits and self.pending == [operation]:
-            operation.block(deadline)
+        while self._waits and (first := self._first_of_all()) is not None:
+            first.block(deadline)
             self._advance()
-            return
+            if operation.done:
+                return
         turn = 0
         while True:
             self._advance()
@@ -311,6 +316,13 @@ class Polling(Progress):
                 self._pause(turn, deadline)
             except CommTimeoutError as error:
                 self.fail(operation, error)
+
+    def _first_of_all(self) -> Operation | None:
+        """The one operation that can be waited for before any other; None where messages are under way beside it."""
+        with self._lock:
+            if not self._loose:
+                return self._queue[0] if self._queue else None
+            return self._loose[0] if len(self._loose) == 1 and not self._queue else None
 
     @property
     def busy(self) -> bool:
