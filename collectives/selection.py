@@ -140,10 +140,11 @@ def _entry(row: Any, where: str) -> Entry:
     if unknown := set(row) - {*wanted, "op"}:
         raise ValueError(f"{where} has unknown names: {', '.join(sorted(unknown))}; expected {', '.join(wanted)}, op")
     try:
-        from_bytes = {int(nbytes): algorithm for nbytes, algorithm in row["from_bytes"].items()}
+        from_bytes = {int(nbytes): str(algorithm) for nbytes, algorithm in row["from_bytes"].items()}
     except ValueError as error:
         raise ValueError(f"{where}: the names in from_bytes must be whole numbers of bytes ({error})") from error
-    return Entry(row["backend"], row["operation"], row["world_size"], from_bytes, row.get("op"))
+    op = str(row["op"]) if "op" in row else None
+    return Entry(row["backend"], row["operation"], row["world_size"], from_bytes, op)
 
 
 def _check_entry(entry: Entry, where: str) -> None:
