@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from collectives.errors import UnsupportedError
-from collectives.types import P2P, RankInfo, ReduceOp
+from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer
 
 
 class Pending(Protocol):
@@ -78,6 +78,7 @@ class Backend(ABC):
     max_tag: int = 2**30
     averages: bool = False  # its own reductions are asked for AVG too, and round once, after dividing
     uneven: bool = False  # its own all_gather and reduce_scatter also come for parts of different sizes
+    shares: bool = False  # ranks of a host can have one buffer
     max_count: int = 2**31 - 1  # elements in one message or native operation; longer ones are cut above
 
     @abstractmethod
@@ -144,3 +145,12 @@ class Backend(ABC):
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The buffer that this backend reaches fastest."""
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def _offer_shared(self, numel: int, dtype: torch.dtype) -> int:
+        """Make this rank's share of a buffer that its host has once: a number that all ranks are told. Only where
+        ``shares``."""
+        raise UnsupportedError(f"{self.name} shares no memory")
+
+    def _map_shared(self, numel: int, dtype: torch.dtype, offers: Sequence[int]) -> SharedBuffer:
+        """The buffer, once every rank has made its offer; offers by rank."""
+        raise UnsupportedError(f"{self.name} shares no memory")

@@ -316,8 +316,21 @@ class Communicator(Endpoint):
         return self._transport._allocate(numel, dtype).to(self.device)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype) -> SharedBuffer | None:
-        """One buffer a host, mapped by all its ranks; None where the backend shares no memory."""
-        return None
+        """One buffer a host, mapped by all its ranks; None where the backend shares no memory.
+
+        Collective: the same ``numel`` and ``dtype`` on all ranks. It lives until every rank has released it, or let go
+        of all tensors that show it.
+        """
+        if not self._transport.shares or not numel:
+            return None
+        rows = self._gather_ints(self._transport._offer_shared(numel, dtype), numel, dtype.itemsize)
+        offers, numels, sizes = rows[::3], rows[1::3], rows[2::3]
+        if len(set(zip(numels, sizes, strict=True))) > 1:
+            found = ", ".join(f"rank {r}: {n} of {size} bytes" for r, (n, size) in enumerate(zip(numels, sizes)))  # noqa: B905
+            raise ValueError(f"allocate_shared was called with different sizes: {found}; call it alike everywhere")
+        buffer = self._transport._map_shared(numel, dtype, offers)
+        self._buffers.add(buffer)
+        return buffer
 
     # Life
 

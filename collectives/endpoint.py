@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -22,9 +23,10 @@ from collectives.errors import CommClosedError, CommError
 from collectives.fork import generation
 from collectives.operation import DONE, Engine, Operation, Polling, Progress
 from collectives.schedules.executor import Post, Posted, Scratch
+from collectives.schedules.round import Schedule
 from collectives.selection import Selection, Table
 from collectives.statistics import Row, Statistics, Stats
-from collectives.types import P2P, RankInfo, ReduceOp, Work
+from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
 from collectives.validate import agree
 
 _SCHEDULE_TAG = 0  # a user's tag t travels as t + 1, so that neither is taken for the other
@@ -77,6 +79,7 @@ class Endpoint:
         self._splits = 0
         self._closed = False
         self._children: list[Endpoint] = []
+        self._buffers: weakref.WeakSet[SharedBuffer] = weakref.WeakSet()
         self._to_self: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
         self._control = control
         self._where = f"rank {self.rank} of {self.world_size} ({name})"
@@ -176,6 +179,8 @@ class Endpoint:
         algorithm: Algorithm = None,
     ) -> Work:
         choice = self._selection.choose(call, algorithm)
+        if self._buffers:
+            self._check_shared(call, choice)
         row = self._statistics.row(call.operation)
         if choice == NATIVE:
             row.sent_bytes += call.least_bytes(self.world_size, self.rank)
@@ -192,6 +197,29 @@ class Endpoint:
             key = (call.operation, call.dtype, call.op, call.numel, -1 if call.root is None else call.root)
             self._expresses[key] = Express(what, row, call.least_bytes(self.world_size, self.rank))
         return self._start(what, steps, row, async_op, timeout)
+
+    def _check_shared(self, call: Collective, choice: str | Schedule) -> None:
+        """A buffer that a host has once is written by nothing but an all_gather or broadcast of all of it."""
+        if call.output is None:
+            return
+        tensor = call.output.tensor
+        for buffer in self._buffers:
+            whole = buffer.tensor
+            start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+            if not start <= tensor.data_ptr() < end:
+                continue
+            if call.operation not in ("all_gather", "broadcast") or tensor.numel() != whole.numel():
+                raise ValueError(
+                    f"{call} would write into a shared buffer, which all ranks of a host have in common; expected a "
+                    "tensor of this rank's own, or an all_gather or broadcast of the whole buffer"
+                )
+            if choice != NATIVE:
+                raise ValueError(f"{call} into a shared buffer runs by shared memory only; leave algorithm out")
+            if not buffer.retired:
+                raise ValueError(
+                    f"{call} into a shared buffer whose last contents this rank has not retired; call retire() when "
+                    "it has read them"
+                )
 
     def _agree(self, call: Collective, what: Callable[[], str], row: Row) -> Iterator[Posted]:
         number = self._progress.calls + 1
@@ -240,7 +268,7 @@ class Endpoint:
         if not isinstance(largest, torch.Tensor):
             return None  # the long way says what is wrong with it
         express = self._expresses.get((operation, largest.dtype, op, largest.numel(), root))
-        if express is None or self._closed or generation() != self._generation or self._progress.busy:
+        if express is None or self._closed or self._buffers or generation() != self._generation or self._progress.busy:
             return None
         for tensor in tensors:
             if tensor.layout is not torch.strided or not tensor.is_contiguous():

@@ -68,10 +68,16 @@ class Work(ABC):
 class SharedBuffer(ABC):
     """One buffer a host, mapped by all its ranks, made by ``Communicator.allocate_shared``.
 
-    ``tensor`` (1-D) may be the output of an all_gather or a broadcast, and nothing else writes it.
+    ``tensor`` (1-D) may be the output of an all_gather, or what a broadcast carries, whole; no other operation writes
+    it. In an all_gather each rank writes its own part, or nothing where its input is that part already.
     """
 
     tensor: torch.Tensor
+
+    @property
+    @abstractmethod
+    def retired(self) -> bool:
+        """Whether this rank has retired the last use. Only then may it start the next."""
 
     @abstractmethod
     def retire(self) -> None:
@@ -79,7 +85,7 @@ class SharedBuffer(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Unmap. The tensor must not be used afterwards."""
+        """Let go of the memory, which is free when every rank has. The tensor must not be used afterwards."""
 
 
 @dataclass(frozen=True)

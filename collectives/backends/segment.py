@@ -15,6 +15,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -48,6 +49,12 @@ class Segment:
         """``numel`` elements from byte ``offset`` on, as they are. The tensor keeps the mapping alive."""
         with torch.inference_mode(False):  # a tensor made in it could not be written outside of it
             return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def lend(self, offset: int, numel: int, dtype: torch.dtype, forget: Callable[[], object]) -> torch.Tensor:
+        """The same, and ``forget`` is called when nobody holds the tensor, or a view of it, any more."""
+        memory = memoryview(self._map)[offset : offset + numel * dtype.itemsize]
+        weakref.finalize(memory, forget).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in this file; None where it does not, or at no multiple of its item size."""
@@ -113,9 +120,7 @@ class Heap(Segment):
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, whose memory is used again when nobody holds it any more."""
         offset = self.reserve(numel * dtype.itemsize)
-        memory = memoryview(self._map)[offset : offset + numel * dtype.itemsize]
-        weakref.finalize(memory, self._returned.append, offset).atexit = False
-        return torch.frombuffer(memory, dtype=dtype)
+        return self.lend(offset, numel, dtype, partial(self._returned.append, offset))
 
     def release(self, offset: int, when: Callable[[], bool]) -> None:
         """What was reserved at ``offset`` is free as soon as ``when()``, asked now and then, says so."""

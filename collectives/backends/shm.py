@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from collectives.backend import Backend, Bootstrap, Pending
 from collectives.backends import between, inside
 from collectives.backends.between import Hosts
 from collectives.backends.neighbours import Neighbours, exchange, meet
+from collectives.backends.shared_buffer import HostBuffer, all_released, header_bytes
+from collectives.backends.shared_buffer import clear as clear_header
 from collectives.backends.signals import Signals, clear
 from collectives.backends.team import Call, Combine, Steps, Team, describe, footprint
 from collectives.errors import CommTimeoutError, UnsupportedError
@@ -176,6 +179,7 @@ class ShmBackend(Backend):
     waits = True
     averages = True
     uneven = True
+    shares = True
 
     def __init__(
         self, below: Backend, neighbours: Neighbours, roots: Sequence[int], owns: bool, timeout: float
@@ -199,9 +203,10 @@ class ShmBackend(Backend):
         self.nodes = [sorted(node) for node in nodes if node]
         self._offset = -1
         self.team = self._form_team()
-        self._hosts = Hosts(self.team, self.nodes, lambda ops: Posted(self._post(ops, 0), len(ops)))
+        self._hosts = Hosts(self.team, self.nodes, self._send)
         self._one_host = len(self.nodes) == 1
         self._running = _Running(self.team.signals)
+        self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
         self._combiners: dict[tuple[ReduceOp, torch.dtype], Combine] = {}
 
     def _form_team(self) -> Team:
@@ -231,6 +236,13 @@ class ShmBackend(Backend):
 
     def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
         return _Messages(self, self.below._post(ops, tag), len(ops))
+
+    def _send(self, ops: Sequence[P2P]) -> Posted:
+        """Messages of a collective."""
+        limit = self.max_count
+        if any(op.tensor.numel() > limit for op in ops):
+            ops = [op._replace(tensor=part) for op in ops for part in torch.split(op.tensor, limit)]
+        return Posted(self._post(ops, 0), len(ops))
 
     # Collectives
 
@@ -289,11 +301,19 @@ class ShmBackend(Backend):
         return self._all_gather_parts(call, output, input, cuts)
 
     def _all_gather_parts(self, call: Call, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        buffer = self._buffers.get(output.data_ptr()) if self._buffers else None
+        if buffer is not None:
+            call = describe("all_gather into a shared buffer", input.dtype, buffer.offset, cuts=tuple(cuts))
+            return self._running.start(between.all_gather_shared(self._hosts, call, buffer, output, input, cuts))
         if self._one_host:
             return self._running.start(inside.all_gather(self.team, call, output, input, cuts))
         return self._running.start(between.all_gather(self._hosts, call, output, input, cuts))
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
+        buffer = self._buffers.get(tensor.data_ptr()) if self._buffers else None
+        if buffer is not None:
+            call = describe("broadcast of a shared buffer", tensor.dtype, buffer.offset, root=src)
+            return self._running.start(between.broadcast_shared(self._hosts, call, buffer, tensor, src))
         call = describe("broadcast", tensor.dtype, tensor.numel(), root=src)
         if self._one_host:
             return self._running.start(inside.broadcast(self.team, call, tensor, src))
@@ -311,6 +331,23 @@ class ShmBackend(Backend):
         if numel * dtype.itemsize <= inside.SMALL_BYTES:
             return torch.empty(numel, dtype=dtype)
         return self._neighbours.heap.allocate(numel, dtype)
+
+    def _offer_shared(self, numel: int, dtype: torch.dtype) -> int:
+        """The first rank of the host has the buffer in its segment, and tells where."""
+        if self.team.me:
+            return 0
+        members, heap = range(self.team.size), self._neighbours.heap
+        offset = heap.reserve(header_bytes(self.team.size) + numel * dtype.itemsize)
+        clear_header(heap.words, offset, self.team.size)
+        heap.release(offset, lambda: all_released(heap.words, offset, members))
+        return offset
+
+    def _map_shared(self, numel: int, dtype: torch.dtype, offers: Sequence[int]) -> HostBuffer:
+        keeper = self.team.ranks[0]
+        segment = self._neighbours.segments[self._roots[keeper]]
+        buffer = HostBuffer(segment, offers[keeper], self.team.size, self.team.me, numel, dtype)
+        self._buffers[buffer.tensor.data_ptr()] = buffer
+        return buffer
 
     def _split(self, members: Sequence[int], name: str) -> Backend:
         below = self.below._split(members, name)

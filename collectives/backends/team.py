@@ -30,7 +30,15 @@ Awaited: TypeAlias = "Posted | Callable[[], bool] | None"
 Steps: TypeAlias = Iterator[Awaited]
 Combine: TypeAlias = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+OPERATIONS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "barrier",
+    "all_gather into a shared buffer",
+    "broadcast of a shared buffer",
+)
 _DTYPES = tuple(
     dict.fromkeys(value for name in sorted(dir(torch)) if isinstance(value := getattr(torch, name), torch.dtype))
 )
