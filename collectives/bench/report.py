@@ -183,7 +183,7 @@ def size_bytes(name: str) -> int:
 def size_name(nbytes: int) -> str:
     for unit in ("G", "M", "K"):
         if nbytes >= 0.99 * _UNITS[unit]:  # a multiple of three ranks is no power of two
-            return f"{nbytes / _UNITS[unit]:.3g}{unit}"
+            return f"{nbytes / _UNITS[unit]:.2f}".rstrip("0").rstrip(".") + unit
     return str(nbytes)
 
 
