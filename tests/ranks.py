@@ -9,6 +9,7 @@ next test gets a new one.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import pickle
 import secrets
@@ -129,47 +130,78 @@ def mpirun(world_size: int) -> tuple[list[str], dict[str, str]]:
     return [found, "-n", str(world_size), "--oversubscribe", "--bind-to", "none"], environment
 
 
+class Forked:
+    """A worker forked from a server process that has PyTorch imported already, with the interface of ``Popen``."""
+
+    def __init__(self, environment: dict[str, str], store: socket.socket | None) -> None:
+        from tests import worker
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.worker"])
+        self._process = context.Process(target=worker.start, args=(environment, store))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 class Pool:
     """Worker processes that form one job, and a connection to each."""
 
     def __init__(self, launcher: str, world_size: int) -> None:
         self.launcher, self.world_size = launcher, world_size
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         self.connections: list[Connection] = []
         self.pids: list[int] = []
         self.closed = False
         address, key = str(self.folder / "socket"), secrets.token_bytes(16)
-        with Listener(address, family="AF_UNIX", backlog=world_size, authkey=key) as listener:
-            try:
+        try:
+            with Listener(address, family="AF_UNIX", backlog=world_size, authkey=key) as listener:
                 self._start({"RANKS_SOCKET": address, "RANKS_KEY": key.hex(), "RANKS_LOGS": str(self.folder)})
                 self._accept(listener)
-            except BaseException:
-                self.kill()
-                raise
+        except BaseException:
+            self.kill()
+            raise
 
     def _start(self, variables: dict[str, str]) -> None:
-        program = [sys.executable, "-m", "tests.worker"]
-        with open(self.folder / "launcher.log", "wb") as log:
-            start = functools.partial(
-                subprocess.Popen, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-            if self.launcher == "mpirun":
-                command, environment = mpirun(self.world_size)
-                self.processes = [start([*command, *program], env={**environment, **variables})]
-                return
-            # As python -m launch does: rank 0 inherits the listening socket of the job's store, so no port is guessed.
-            with socket.create_server(("127.0.0.1", 0), backlog=128) as store:
-                place = {
-                    "COLLECTIVES_LAUNCH": "tests", "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(store.getsockname()[1]), "COLLECTIVES_STORE_FD": str(store.fileno()),
-                }  # fmt: skip
-                size = str(self.world_size)
-                for rank in map(str, range(self.world_size)):
-                    identity = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-                    environment = {**clean_environment(), **variables, **place, **identity}
-                    fds = (store.fileno(),) if rank == "0" else ()
-                    self.processes.append(start(program, env=environment, pass_fds=fds))
+        if self.launcher == "mpirun":
+            command, environment = mpirun(self.world_size)
+            with open(self.folder / "launcher.log", "wb") as log:
+                started = subprocess.Popen(
+                    [*command, sys.executable, "-m", "tests.worker"],
+                    env={**environment, **variables},
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self.processes = [started]
+            return
+        # As python -m launch does: rank 0 inherits the listening socket of the job's store, so no port is guessed.
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as store:
+            place = {"COLLECTIVES_LAUNCH": "tests", "MASTER_ADDR": "127.0.0.1"}
+            place["MASTER_PORT"] = str(store.getsockname()[1])
+            size = str(self.world_size)
+            for rank in map(str, range(self.world_size)):
+                identity = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+                environment = {**clean_environment(), **variables, **place, **identity}
+                self.processes.append(Forked(environment, store if rank == "0" else None))
 
     def _accept(self, listener: Listener) -> None:
         """Wait for every worker to say who it is."""
@@ -324,7 +356,7 @@ class Pools:
 POOLS = Pools()
 
 
-def wait_briefly(process: subprocess.Popen[bytes], seconds: float = 2.0) -> None:
+def wait_briefly(process: subprocess.Popen[bytes] | Forked, seconds: float = 2.0) -> None:
     """Give a process some time to end by itself."""
     try:
         process.wait(seconds)

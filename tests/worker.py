@@ -7,6 +7,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -18,6 +19,16 @@ from tests.ranks import LEAVE, Call
 
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 TIMEOUT = 50.0  # of the communicators: below that of a test, so that the library's own error comes first
+
+
+def start(environment: dict[str, str], store: socket.socket | None) -> None:
+    """Be the rank that ``environment`` says; rank 0 of a job inherits the listening socket of its store."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    if store is not None:
+        os.environ["COLLECTIVES_STORE_FD"] = str(store.detach())
+    main()
 
 
 def main() -> None:
