@@ -17,7 +17,8 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    section = README.split("## Your own script")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) == 12
     path = tmp_path / "script.py"
     path.write_text(code)
