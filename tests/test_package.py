@@ -76,9 +76,7 @@ def test_wheel_content(wheel: Path) -> None:
     assert wheel.name.startswith("collectives_fsdp-")
     assert tops - {info} == {"collectives", "fsdp", "launch"}
     present = [path for package in ("collectives", "fsdp", "launch") for path in (ROOT / package).rglob("*")]
-    wanted = {
-        p.relative_to(ROOT).as_posix() for p in present if p.suffix in {".py", ".sh", ".sbatch"} or p.name == "py.typed"
-    }
+    wanted = {path.relative_to(ROOT).as_posix() for path in present if path.is_file() and path.suffix != ".pyc"}
     assert wanted <= set(names)
     assert f"{info}/licenses/LICENSE" in names
 
