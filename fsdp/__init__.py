@@ -2,7 +2,9 @@
 
 from fsdp.clip import clip_grad_norm_
 from fsdp.ddp import DistributedDataParallel
-from fsdp.fully_shard import FSDPModule, fully_shard
+from fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
+from fsdp.full_params import summon_full_params
+from fsdp.fully_shard import fully_shard
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.state_dict import full_state_dict
@@ -15,4 +17,6 @@ __all__ = [
     "clip_grad_norm_",
     "full_state_dict",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "summon_full_params",
 ]

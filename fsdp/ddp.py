@@ -10,7 +10,7 @@ from torch import nn
 
 from collectives import Communicator
 from collectives.errors import UnsupportedError
-from fsdp.fully_shard import no_sync
+from fsdp.fsdp_module import no_sync
 from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
 from fsdp.unit import unit_of

@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from collectives import Communicator
 from collectives.errors import UnsupportedError
+from fsdp.fsdp_module import adopt
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
-from fsdp.unit import find_unit, unit_of
+from fsdp.unit import find_unit
 from fsdp.wrap import Options, agree, wrap
 
 BUCKET_MB = 25.0
-_NO_COPY = (
-    "a module wrapped by fully_shard holds a part of its state and cannot be copied or pickled; expected its whole "
-    "state: fsdp.full_state_dict(model), loaded into a module that is not wrapped"
-)
 Units = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
-
-
-class FSDPModule(nn.Module):
-    """What ``fully_shard`` adds to the class of a module. Its type is a subclass of both."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise UnsupportedError(_NO_COPY)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError(_NO_COPY)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Micro-steps before the last one of a step: no optimizer step may come between them and the next backward.
-
-        Stages 0 and 1 keep full gradients and reduce in the first backward outside; stages 2 and 3 reduce every
-        backward into the shards, as their memory promises. Forward and backward both belong inside.
-        """
-        with no_sync(unit_of(self).runtime):
-            yield
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """``no_sync`` as a switch: False before the micro-steps that are not the last one of a step."""
-        unit_of(self).runtime.reducer.requires_sync = requires_gradient_sync
-
-    def unshard(self) -> None:
-        """Gather this unit's parameters now, ahead of its forward. Collective."""
-        for group in unit_of(self).groups:
-            group.unshard()
-
-    def reshard(self) -> None:
-        """Free this unit's gathered parameters."""
-        for group in unit_of(self).groups:
-            if not group.users:
-                group.reshard()
-
-
-@contextlib.contextmanager
-def no_sync(runtime: Runtime) -> Iterator[None]:
-    """Backward does not reduce what its strategy can keep."""
-    before = runtime.reducer.requires_sync
-    runtime.reducer.requires_sync = False
-    try:
-        yield
-    finally:
-        runtime.reducer.requires_sync = before
 
 
 def fully_shard(
@@ -147,8 +97,7 @@ def fully_shard(
     runtime = Runtime(comm)
     for path, target in [*inner, ("", module)]:
         wrap(target, target, path, runtime, options)
-        cls = type(target)
-        target.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        adopt(target)
     return module
 
 

@@ -10,20 +10,28 @@ collects the full gradient. Assigning ``module._parameters[name]`` keeps the ord
 Autograd saves views of weights (a linear layer saves ``weight.t()``), which keep their storage and not its contents.
 So the gathered buffer of a group is one storage for life: freed by ``resize_(0)``, refilled in place before backward,
 never lent to another group. Leaves view ``.data`` of it and so have version counters of their own; otherwise a refill
-would look to autograd like a change to a saved tensor.
+would look to autograd like a change to a saved tensor. While the storage is freed the leaves themselves view one NaN:
+who kept one beyond its unit's forward reads NaN, and not freed memory. (A view of a leaf is beyond our reach.)
+
+[Note: modules at rest]
+Between forwards the modules of a unit hold shards. One rank may happen to hold a whole small parameter, compute with it
+and go on, while another computes with an empty one. So while a unit is at rest, the modules inside of it have a
+``forward`` that says so; the unit's own forward is behind hooks and needs none.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from collectives import Communicator, Work
+from collectives.errors import UnsupportedError
 from fsdp.flat_layout import FlatLayout, local_shape
 from fsdp.gradients import Gradients
 from fsdp.precision import MixedPrecisionPolicy
@@ -81,11 +89,15 @@ class ParamGroup:
         self.storage = Storage.FREED if strategy.shards else Storage.FULL
         self.users = 0  # units whose forward or backward is under way and that see the full leaves
         self.touched = False  # backward has reached it since its last reduction
+        self.frees_after_backward = True
         self.flag_offset = 0  # its place among the flags of the runtime
         self._uses: list[weakref.ref[Use]] = []
         self._gather: Work | None = None
         self._epoch = -1  # the root forward that it was last gathered for
         self._fresh = False  # gathered parameters are known to equal the shards, although a backward has ended
+        self.summoned = False  # parameters are whole for somebody to look at: see full_params.py
+        self._refusals: list[tuple[nn.Module, Callable[..., NoReturn]]] = []
+        self._inner: dict[nn.Module, Any] = {}  # modules inside of the unit, and their own ``forward`` if they have one
 
         values = self._rank_0_values()
         self.shard = values  # replicated: never read
@@ -127,22 +139,41 @@ class ParamGroup:
         first, last = self.layout.cuts[self.part : self.part + 2]
         self.shard = values[first:last].clone()
         self.full = values if compute_dtype == self.dtype else torch.empty_like(values, dtype=compute_dtype)
-        self._pieces = self.layout.pieces(self.part)
-        self._locals = [
+        self.pieces = self.layout.pieces(self.part)
+        self.locals = [
             self.shard[piece.offset : piece.offset + piece.numel].view(local_shape(shape, piece.numel))
-            for piece, shape in zip(self._pieces, self.shapes, strict=True)
+            for piece, shape in zip(self.pieces, self.shapes, strict=True)
         ]
         spans = torch.split(self.full.data, self.layout.spans())[::2]
+        self._whole = [span.data.view(shape) for span, shape in zip(spans, self.shapes, strict=True)]
+        nothing = self.full.new_full((), float("nan") if compute_dtype.is_floating_point else 0)
+        self._freed = [nothing.expand(shape) for shape in self.shapes]
         self.leaves = []
-        for managed, local, span, shape in zip(self.managed, self._locals, spans, self.shapes, strict=True):
+        for managed, local, whole, shape in zip(self.managed, self.locals, self._whole, self.shapes, strict=True):
             parameter = managed.parameter
-            leaf = nn.Parameter(span.data.view(shape), requires_grad=parameter.requires_grad)
+            leaf = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             leaf.__dict__.update(parameter.__dict__)  # marks that users put on parameters
             self.leaves.append(leaf)
             parameter.data = local.data
             parameter.full_shape = shape  # type: ignore[attr-defined]
         self._pointers = [m.parameter.data_ptr() for m in self.managed]
+        self._free()
+
+    def guard(self, unit_module: nn.Module) -> None:
+        """From now on modules inside of ``unit_module`` refuse to run at rest. See [Note: modules at rest]."""
+        if not self.strategy.shards:
+            return
+        for managed in self.managed:
+            for module, name in managed.owners:
+                if module is not unit_module and module not in self._inner and "_fsdp_unit" not in module.__dict__:
+                    self._inner[module] = module.__dict__.get("forward")
+                    module.__dict__["forward"] = _refusal(f"{type(module).__name__}.{name} ({managed.name!r})")
+        self._refusals = [(module, module.__dict__["forward"]) for module in self._inner]
+
+    def _free(self) -> None:
         self.full.untyped_storage().resize_(0)
+        for leaf, freed in zip(self.leaves, self._freed, strict=True):
+            leaf.data = freed
 
     # Gathered and freed
 
@@ -163,7 +194,7 @@ class ParamGroup:
     def _take_back(self, i: int, held: nn.Parameter | None) -> None:
         """``held`` was put in place of a parameter, or its data was. A shard of the right size is copied back."""
         managed = self.managed[i]
-        local = self._locals[i] if self.strategy.shards else None
+        local = self.locals[i] if self.strategy.shards else None
         if local is None or held is None or held.numel() != local.numel() or held.dtype != local.dtype:
             expected = managed.parameter if local is None else local
             found = "nothing" if held is None else f"another tensor of {tuple(held.shape)}, {held.dtype}"
@@ -183,7 +214,7 @@ class ParamGroup:
             epoch: the root forward that needs them. One that is newer than the last gather gathers again, as the
                 optimizer may have stepped in between; nothing that could be asked of a tensor would tell.
         """
-        if not self.strategy.shards:
+        if not self.strategy.shards or self.summoned:
             return
         stale = epoch is not None and epoch != self._epoch and not self._fresh
         if self.storage is not Storage.FREED:
@@ -193,6 +224,8 @@ class ParamGroup:
         self.check_parameters()
         if self.storage is Storage.FREED:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            for leaf, whole in zip(self.leaves, self._whole, strict=True):
+                leaf.data = whole
         # One copy of a shard, where parameters are gathered in another dtype; otherwise it is sent as it is.
         source = self.shard if self.shard.dtype == self.full.dtype else self.shard.to(self.full.dtype)
         self._gather = self.comm.all_gather(self.full, source, async_op=True)
@@ -216,7 +249,7 @@ class ParamGroup:
         """Free the gathered parameters."""
         if self.strategy.shards and self.storage is not Storage.FREED:
             self.wait_for_unshard()
-            self.full.untyped_storage().resize_(0)
+            self._free()
             self.storage = Storage.FREED
             self._fresh = False
 
@@ -232,18 +265,41 @@ class ParamGroup:
         """A unit starts to compute: its modules hold the full leaves."""
         self.users += 1
         if self.users == 1 and self.strategy.shards:
-            for managed, leaf in zip(self.managed, self.leaves, strict=True):
-                for module, name in managed.owners:
-                    module._parameters[name] = leaf
+            self._hold(self.leaves)
 
     def leave(self) -> bool:
         """A unit has computed. Whether it was the last: then the modules hold the user's parameters again."""
         self.users -= 1
         if self.users == 0 and self.strategy.shards:
-            for managed in self.managed:
-                for module, name in managed.owners:
-                    module._parameters[name] = managed.parameter
+            self._hold(None)
         return self.users == 0
+
+    def reset(self) -> None:
+        """Nothing computes: the modules hold the user's parameters, and the gathered ones are freed."""
+        if self.users:
+            self.users = 0
+            if self.strategy.shards:
+                self._hold(None)
+        self._uses.clear()
+        self.reshard()
+
+    def _hold(self, leaves: Sequence[nn.Parameter] | None) -> None:
+        """Have the modules hold ``leaves`` and run; None: the user's parameters, and refuse to."""
+        for i, managed in enumerate(self.managed):
+            held = managed.parameter if leaves is None else leaves[i]
+            for module, name in managed.owners:
+                module._parameters[name] = held
+        self.allow_forward(leaves is not None)
+
+    def allow_forward(self, allow: bool) -> None:
+        """Whether modules inside of the unit may run. See [Note: modules at rest]."""
+        for module, refusal in self._refusals:
+            if not allow:
+                module.__dict__["forward"] = refusal
+            elif (own := self._inner[module]) is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
 
     def gather_values(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Every parameter with its whole value, in a buffer of its own: what is under way in the model stays."""
@@ -267,3 +323,13 @@ class ParamGroup:
     def remember(self, use: Use) -> None:
         """A forward used it, and backward may follow."""
         self._uses.append(weakref.ref(use))
+
+
+def _refusal(what: str) -> Callable[..., NoReturn]:
+    def forward(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} is sharded: its unit is at rest. Expected a call of the unit itself, of a method registered by "
+            "fsdp.register_fsdp_forward_method, or fsdp.summon_full_params around this one"
+        )
+
+    return forward

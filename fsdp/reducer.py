@@ -37,6 +37,7 @@ class Reducer:
         self.comm = comm
         self.static_graph = static_graph
         self.requires_sync = True  # False under no_sync
+        self.divide_factor: float | None = None  # of summed gradients; None: the number of ranks
         self._groups: list[ParamGroup] = []
         self._order: list[ParamGroup] = []  # those of Trigger.ORDER, as they start
         self._next = 0
@@ -81,7 +82,10 @@ class Reducer:
             self._land_first()
         first = all(other is not group for other, _ in self._running)
         group.touched = False
-        self._running.append((group, group.gradients.start_reduction(self._buffer, first)))
+        reduction = group.gradients.start_reduction(self._buffer, first)
+        if self.divide_factor is not None:
+            reduction.scale = self.comm.world_size / self.divide_factor
+        self._running.append((group, reduction))
 
     def poll(self) -> None:
         """Some transports only move when they are asked."""

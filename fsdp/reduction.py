@@ -41,6 +41,7 @@ class Reduction:
         buffer: its input, lent until it is done; None where it works in place.
         output: 1-D, this rank's part of the average.
         used: for each parameter, whether this rank contributed a gradient. For others zeros were sent.
+        scale: what the average is multiplied by.
 
     [Note: unused parameters]
     A parameter that no rank used must keep ``.grad`` None, as in one process: a zero would let momentum and weight
@@ -53,10 +54,13 @@ class Reduction:
     buffer: torch.Tensor | None
     output: torch.Tensor
     used: Sequence[bool]
+    scale: float = 1.0
 
     def land(self) -> None:
         """Wait, then hand out the gradients of the parameters that this rank used."""
         self.work.wait()
+        if self.scale != 1.0:
+            self.output.mul_(self.scale)
         self._give(self.used)
 
     def finish(self, used_somewhere: Sequence[bool]) -> None:

@@ -80,6 +80,11 @@ class Runtime:
         self.buffer_owners = [owner for unit in self.units for owner in unit.buffer_owners]
 
     @property
+    def next_epoch(self) -> int:
+        """The root forward that gathers of now are for."""
+        return self._epoch if self._depth else self._epoch + 1
+
+    @property
     def root(self) -> Unit:
         """The unit that was wrapped last, and holds all others."""
         return self.units[-1]
@@ -126,7 +131,7 @@ class Runtime:
             group.wait_for_unshard()
         if self._prefetched is unit:
             self._prefetched = None
-        use = Use(unit.groups, self._forward_order[-1] if self._forward_order else None)
+        use = Use(unit.groups, self._forward_order[-1] if self._forward_order else None, unit.gathers_for_backward)
         self._forward_order.append(unit)
         self._prefetch(self._next_of.get(unit), self._epoch)
         self.poll()
@@ -183,13 +188,15 @@ class Runtime:
         self._begun.append(use)
         for group in use.groups:
             group.touched = True
-            group.unshard()
+            if use.gathers:
+                group.unshard()
         for group in use.groups:
             group.wait_for_unshard()
             group.enter()
         if self._prefetched is not None and self._prefetched.groups is use.groups:
             self._prefetched = None
-        self._prefetch(use.before, None)
+        if use.before is not None and use.before.gathers_for_backward:
+            self._prefetch(use.before, None)
         self.poll()
 
     def after_backward(self, use: Use) -> None:
@@ -207,7 +214,7 @@ class Runtime:
                 open_uses = group.open_uses()
                 if not open_uses and self.reducer.reduces(group):
                     self.reducer.start(group)
-                if all(other.progress is not Progress.BEGUN for other in open_uses):
+                if group.frees_after_backward and all(other.progress is not Progress.BEGUN for other in open_uses):
                     group.reshard()
         self.poll()
 
@@ -229,10 +236,19 @@ class Runtime:
         """Free what is gathered. ``keep``: what is gathered once a step stays for the next micro-step."""
         self._prefetched = None
         for group in self.groups:
-            if keep and group.strategy.trigger is Trigger.ORDER:
+            if keep and (group.strategy.trigger is Trigger.ORDER or not group.frees_after_backward):
                 group.retain()
             else:
                 group.reshard()
+
+    def reset(self) -> None:
+        """Drop a forward and backward that were left half-way, and be at rest."""
+        self._recover()
+        self._depth = 0
+        for unit in self.units:
+            unit.reset()
+        for group in self.groups:
+            group.reset()
 
     def _recover(self) -> None:
         """The last backward ended in an exception, before the end of backward: drop what it left."""

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from collectives.errors import UnsupportedError
 from fsdp.param_group import ParamGroup
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
@@ -68,24 +69,31 @@ class Unit:
         self.policy = policy
         self.buffer_owners = buffer_owners
         self.runtime: Runtime
-        self._reshard_after_forward = reshard_after_forward
-        self._uses: list[tuple[Use, bool]] = []  # forwards under way, innermost last, and whether they recompute
+        self.reshard_after_forward = reshard_after_forward
+        # Forwards under way, innermost last, and whether they recompute; None for one on summoned parameters.
+        self._uses: list[tuple[Use, bool] | None] = []
+        self.gathers_for_backward = True  # otherwise backward does not read the parameters
         self._cast = policy.param_dtype if policy.cast_forward_inputs else None
-        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._post_forward, always_call=True)
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.post_forward, always_call=True)
 
     @property
     def frees_after_forward(self) -> bool:
         """Whether its parameters are freed between forward and backward."""
         if not self.own_groups or not self.own_groups[0].strategy.frees_after_forward:
             return False
-        if self._reshard_after_forward is None:
+        if self.reshard_after_forward is None:
             return self is not self.runtime.root
-        return self._reshard_after_forward
+        return self.reshard_after_forward
 
-    def _pre_forward(
+    def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather, and let the modules hold the full leaves. Returns the inputs to compute with."""
+        if any(group.summoned for group in self.groups):
+            self._check_summoned()
+            self._uses.append(None)
+            return args, kwargs
         recomputes = torch._C._current_graph_task_id() != -1
         if recomputes:
             use = self.runtime.gather_again(self)
@@ -129,11 +137,19 @@ class Unit:
         watched = iter(_Inputs.apply(self.runtime, use, *found))  # type: ignore[no-untyped-call]
         return map_tensors(lambda t: next(watched) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Also called after an exception, with no output."""
-        if not self._uses:
-            return output  # the pre-forward hook itself failed
-        use, recomputes = self._uses.pop()
+    def _check_summoned(self) -> None:
+        if torch.is_grad_enabled() or not all(group.summoned for group in self.groups):
+            raise UnsupportedError(
+                f"a forward of {type(self.module).__name__} inside summon_full_params; expected one under "
+                "torch.no_grad(), of a module all of whose parameters are whole"
+            )
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Give the shards back and free. Also called after an exception, with no output."""
+        under_way = self._uses.pop() if self._uses else None
+        if under_way is None:
+            return output  # the pre-forward hook itself failed, or had nothing to do
+        use, recomputes = under_way
         if self.policy.output_dtype is not None:
             output = map_tensors(self._to_output_dtype, output)
         differentiable = torch.is_grad_enabled() and self._watch_outputs(use, output)
@@ -162,6 +178,10 @@ class Unit:
                 found = True
                 tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
         return found
+
+    def reset(self) -> None:
+        """Forget the forwards under way."""
+        self._uses.clear()
 
 
 def unit_of(module: nn.Module) -> Unit:

@@ -24,11 +24,13 @@ class Use:
     Args:
         groups: what the unit computes with.
         before: the unit that ran before it, so the next one in backward.
+        gathers: backward reads the parameters.
     """
 
-    __slots__ = ("__weakref__", "before", "groups", "progress")
+    __slots__ = ("__weakref__", "before", "gathers", "groups", "progress")
 
-    def __init__(self, groups: list[ParamGroup], before: Unit | None) -> None:
+    def __init__(self, groups: list[ParamGroup], before: Unit | None, gathers: bool = True) -> None:
         self.groups = groups
         self.before = before
+        self.gathers = gathers
         self.progress = Progress.PENDING

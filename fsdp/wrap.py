@@ -92,6 +92,8 @@ def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, opti
             runtime.absorb(inner.runtime)
     runtime.add(unit)
     _borrow(unit, walk.borrowed)
+    for group in unit.groups:
+        group.guard(hooked)
     if options.strategy.shards:
         refuse_plain_state_dict(unit, module)
     hooked.__dict__["_fsdp_unit"] = unit

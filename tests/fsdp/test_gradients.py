@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import collectives
 from collectives import Communicator
-from fsdp.fully_shard import no_sync
+from fsdp.fsdp_module import no_sync
 from fsdp.unit import unit_of
 from tests.fsdp.models import OddBlock, OddNet, difference, filled, full_state, loss_of, words, wrapped
 

@@ -12,7 +12,7 @@ from torch import nn
 import collectives
 from collectives import Communicator
 from fsdp import clip_grad_norm_
-from fsdp.fully_shard import no_sync
+from fsdp.fsdp_module import no_sync
 from fsdp.unit import unit_of
 from tests.fsdp.models import OddBlock, OddNet, filled, loss_of, words, wrapped
 

@@ -1,0 +1,190 @@
+"""What a module can do once ``fully_shard`` has wrapped it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, cast
+
+from torch import nn
+
+from collectives.errors import UnsupportedError
+from fsdp.runtime import Runtime
+from fsdp.unit import Unit, find_unit, unit_of
+
+_NO_COPY = (
+    "a module wrapped by fully_shard holds a part of its state and cannot be copied or pickled; expected its whole "
+    "state: fsdp.full_state_dict(model), loaded into a module that is not wrapped"
+)
+
+
+class UnshardHandle:
+    """An ``unshard`` under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Return when the parameters are there."""
+        for group in self._unit.groups:
+            group.wait_for_unshard()
+
+
+class FSDPModule(nn.Module):
+    """What ``fully_shard`` adds to the class of a module. Its type is a subclass of both.
+
+    Setters with ``recurse`` reach the units inside too. Settings are alike on all ranks.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(_NO_COPY)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-steps before the last one of a step: no optimizer step may come between them and the next backward.
+
+        Stages 0 and 1 keep full gradients and reduce in the first backward outside; stages 2 and 3 reduce every
+        backward into the shards, as their memory promises. Forward and backward both belong inside.
+        """
+        with no_sync(unit_of(self).runtime):
+            yield
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """``no_sync`` as a switch: False before the micro-steps that are not the last one of a step."""
+        unit_of(self).runtime.reducer.requires_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether to free parameters between forward and backward (stage 3; elsewhere they are never freed there)."""
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
+        """Whether to free parameters after backward. What stays is gathered anew by the next forward, as an optimizer
+        step may have come between; under ``no_sync`` none does, and the gather is saved (stage 3)."""
+        for unit in self._units(recurse):
+            for group in unit.own_groups:
+                group.frees_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False for a unit whose backward reads no parameters, such as an embedding: saves a gather (stage 3)."""
+        unit_of(self).gathers_for_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients of the model by ``factor``, and not by the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"factor: expected a positive number, got {factor}")
+        unit_of(self).runtime.reducer.divide_factor = float(factor)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters now, for its next forward. Collective. No optimizer step may come between.
+
+        Returns a handle to wait by with ``async_op``, else None when the parameters are there. The module itself shows
+        them from its forward on; ``summon_full_params`` shows them outside.
+        """
+        unit = unit_of(self)
+        for group in unit.groups:
+            group.unshard(unit.runtime.next_epoch)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters."""
+        for group in unit_of(self).groups:
+            if not group.users:
+                group.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Drop a forward or backward that an exception left half-way, with its gradients, and free everything.
+
+        Waits for collectives under way, so every rank calls it, or none. Gradients that were reduced before stay.
+        """
+        unit_of(self).runtime.reset()
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        modules = self.modules() if recurse else iter([self])
+        return [unit for module in modules if (unit := find_unit(module)) is not None]
+
+
+@contextlib.contextmanager
+def no_sync(runtime: Runtime) -> Iterator[None]:
+    """Backward does not reduce what its strategy can keep."""
+    before = runtime.reducer.requires_sync
+    runtime.reducer.requires_sync = False
+    try:
+        yield
+    finally:
+        runtime.reducer.requires_sync = before
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.<method_name>`` gather, free and reduce as the forward of ``module`` does.
+
+    Does nothing to a module that is not wrapped. Source: the function of this name in PyTorch.
+    """
+    unit = find_unit(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    method = cast("Callable[..., Any]", method)
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit.pre_forward(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = unit.post_forward(module, args, output)
+        return output
+
+    gathered.__fsdp_forward__ = True  # type: ignore[attr-defined]
+    module.__dict__[method_name] = gathered
+
+
+def adopt(module: nn.Module) -> None:
+    """Make a wrapped module an ``FSDPModule`` as well.
+
+    Methods that read its own parameters (by what their code names) raise outside of forward: they would see this
+    rank's shards, on some ranks with a fitting shape.
+    """
+    cls = type(module)
+    body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"}
+    if unit_of(module).groups and unit_of(module).groups[0].strategy.shards:
+        body |= _guarded_methods(cls, set(module._parameters))
+    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
+
+
+def _guarded_methods(cls: type[nn.Module], names: set[str]) -> dict[str, Any]:
+    guarded: dict[str, Any] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, method in vars(base).items():
+            if name in guarded or name == "forward" or name.startswith("__"):
+                continue
+            if isinstance(method, FunctionType) and not names.isdisjoint(method.__code__.co_names):
+                guarded[name] = _guarded(method)
+    return guarded
+
+
+def _guarded(method: FunctionType) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit = find_unit(self)
+        if unit is not None and not any(group.users or group.summoned for group in unit.groups):
+            raise UnsupportedError(
+                f"{method.__qualname__} reads parameters of a unit at rest, which are sharded. Expected a call of the "
+                f"unit itself; or fsdp.register_fsdp_forward_method(unit, {method.__name__!r}) once, after wrapping; "
+                "or fsdp.summon_full_params around this call"
+            )
+        return method(self, *args, **kwargs)
+
+    return checked
