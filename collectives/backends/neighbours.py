@@ -61,6 +61,8 @@ class Neighbours:
         self.heap.close()
         for fd in self.pidfds.values():
             os.close(fd)
+        for segment in self.segments.values():
+            segment.drop()
         self.pidfds = {}
         self.segments = {}
 

@@ -56,6 +56,10 @@ class Segment:
         weakref.finalize(memory, forget).atexit = False
         return torch.frombuffer(memory, dtype=dtype)
 
+    def drop(self) -> None:
+        """Unmap, as soon as nobody holds a tensor of it any more."""
+        del self._bytes, self._map, self.words
+
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in this file; None where it does not, or at no multiple of its item size."""
         offset = tensor.data_ptr() - self.address
@@ -146,5 +150,6 @@ class Heap(Segment):
             self._free.insert(i, (offset, size))
 
     def close(self) -> None:
-        """No peer maps it any more from now on. The memory is gone when its last tensor is."""
+        """No peer can map it from now on. The memory is gone when its last tensor is."""
         os.close(self.fd)
+        self._doomed.clear()

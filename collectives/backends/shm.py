@@ -49,6 +49,11 @@ class _Running:
         self._resume()
         return self
 
+    def drop(self) -> None:
+        """Let go of what a failure has left."""
+        self._done = True
+        self._steps, self._posted = iter(()), None
+
     def _resume(self) -> None:
         """Go on to what has to be waited for next."""
         try:
@@ -361,10 +366,11 @@ class ShmBackend(Backend):
         self.below._kill()
 
     def _close(self) -> None:
-        self.team.signals.leave()
+        self._running.drop()
+        all_left = self.team.leave()
         self.waiters.close()
         self.below._close()
-        self._neighbours.heap.release(self._offset, self.team.signals.all_left)
+        self._neighbours.heap.release(self._offset, all_left)
         if self._owns:
             self._neighbours.close()
 

@@ -62,7 +62,6 @@ class Signals:
         self._words, self._block = blocks[me]
         self._names = names
         self._crowded = crowded
-        self._blocks = list(blocks)
         self._lines = [[(words, block + parity * _LINE) for words, block in blocks] for parity in (0, 1)]
         self._peers = [[line for i, line in enumerate(lines) if i != me] for lines in self._lines]
         self._lives = [(names[i], words, block + _LIFE) for i, (words, block) in enumerate(blocks) if i != me]
@@ -164,11 +163,11 @@ class Signals:
         self.killed = True
         self._words[self._block + _LIFE] = _KILLED
 
-    def leave(self) -> None:
-        """This rank publishes no more."""
+    def leave(self) -> Callable[[], bool]:
+        """This rank publishes no more, and lets go of the memory. Returns what tells whether all others have left."""
+        lives = self._lives
         if not self.killed:
             self._words[self._block + _LIFE] = _LEFT
-
-    def all_left(self) -> bool:
-        """Whether nobody looks at these lines any more, apart from this rank."""
-        return all(words[life] == _LEFT for _, words, life in self._lives)
+        self._lines, self._peers, self._lives = [[], []], [[], []], []
+        self._words, self._block = memoryview(bytearray(BLOCK)).cast("Q"), 0
+        return lambda: all(words[life] == _LEFT for _, words, life in lives)

@@ -174,6 +174,13 @@ class Team:
         """For each member, where its data lies; None for its slot."""
         return [Place(header[OWNER], header[PLACE] - 1) if header[PLACE] else None for header in self.signals.headers()]
 
+    def leave(self) -> Callable[[], bool]:
+        """Let go of the memory. Returns what tells whether all other members have left too."""
+        self._segments, self._slots = (), []
+        self._views.clear()
+        self._pieces.clear()
+        return self.signals.leave()
+
     # Memory
 
     def place(self, tensor: torch.Tensor) -> Place | None:
