@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from collectives import hosts
+from collectives.capability_table import render
 from collectives.errors import CommError
 from collectives.meeting import LOOPBACK, address_between_hosts, load_mpi, own_address
 from collectives.rendezvous import Plan, environment, plan
@@ -104,7 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m collectives.info", description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", help="as for collectives.init; by default what it would pick")
     parser.add_argument("--device", help="as for collectives.init")
+    parser.add_argument("--table", action="store_true", help="print what each backend does, as README.md shows it")
     options = parser.parse_args(arguments)
+    if options.table:
+        sys.stdout.write(render())
+        return 0
     environ = environment()
     try:
         chosen = plan(environ, options.backend, device=options.device)

@@ -22,7 +22,7 @@ LAYERS = [
     {"backends"},
     {"launchers", "local", "meeting", "rendezvous", "slurm"},
     {""},  # collectives/__init__.py
-    {"info", "bench", "conformance"},
+    {"info", "bench", "capability_table", "conformance"},
 ]
 TORCH_DISTRIBUTED = {"collectives/backends/torch_dist.py"}
 MPI4PY = {"collectives/backends/mpi.py"}

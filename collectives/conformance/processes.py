@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from collectives.conformance.rank import GRACE, Connect, Outcomes, Places, Watch, run_rank
+from collectives.conformance.rank import LEAVE, Connect, Outcomes, Places, Watch, run_rank
 from collectives.conformance.table import Trial
 
 
@@ -22,7 +22,7 @@ def run_processes(
 ) -> tuple[Outcomes, Places, str]:
     """What each rank answered, where each was, and what there is to read about those that hung or died."""
     context = multiprocessing.get_context("spawn")
-    places: Any = context.RawArray("i", world_size)
+    places: Any = context.RawArray("i", [-1] * world_size)
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes: list[Any] = []
@@ -33,15 +33,7 @@ def run_processes(
             theirs.close()
         outcomes, silent = _collect([ours for ours, _ in pipes], places, timeout)
         well = not silent and all(outcome.failure is None for outcome in outcomes.values())
-        for rank in silent:
-            if processes[rank].is_alive():
-                os.kill(processes[rank].pid, signal.SIGUSR1)  # its stack, please
-        time.sleep(0.5 if silent else 0)
-        for process in processes:
-            process.join(GRACE if well else 0.1)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        _end(processes, LEAVE if well else 0.1)
         codes = [process.exitcode for process in processes]
         if well:  # ranks that answered well, but did not end well
             outcomes = {rank: outcome for rank, outcome in outcomes.items() if codes[rank] == 0}
@@ -49,6 +41,20 @@ def run_processes(
         logs = [(path.name, path.read_text(errors="replace")) for path in sorted(Path(folder).glob("*.log"))]
         said += [f"--- {name}\n{text}" for name, text in logs if text]
     return outcomes, dict(enumerate(places)), "\n".join(said)
+
+
+def _end(processes: Sequence[Any], seconds: float) -> None:
+    """Wait until all have left by themselves; what has not then shows its stack and is killed."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.01, deadline - time.monotonic()))
+    stuck = [process for process in processes if process.is_alive()]
+    for process in stuck:
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5 if stuck else 0)
+    for process in stuck:
+        process.kill()
+        process.join()
 
 
 def _collect(pipes: Sequence[Connection], places: Any, timeout: float) -> tuple[Outcomes, list[int]]:
@@ -82,11 +88,9 @@ def _serve(
     def began(number: int) -> None:
         places[rank] = number
 
-    with open(Path(folder) / f"rank{rank}.log", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        faulthandler.enable(log)
-        faulthandler.register(signal.SIGUSR1, log, all_threads=True)
-        pipe.send(run_rank(connect, rank, world_size, wanted, timeout, began))
-        faulthandler.disable()
-        faulthandler.unregister(signal.SIGUSR1)
+    log = os.open(Path(folder) / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+    pipe.send(run_rank(connect, rank, world_size, wanted, timeout, began))

@@ -14,7 +14,9 @@ from collectives.types import RankInfo
 Connect: TypeAlias = Callable[[int], "Backend | Communicator"]
 Factory: TypeAlias = Callable[[int], Connect]
 Outcomes: TypeAlias = dict[int, RankOutcome]
-Places: TypeAlias = dict[int, int]  # rank to the number of the trial that it began last
+Places: TypeAlias = dict[int, int]  # rank to the number of the trial that it began last, -1 before the first
+START = 120.0  # seconds that ranks may take to connect
+LEAVE = 30.0  # and to exit when all went well
 GRACE = 5.0  # seconds that the others may still take when one rank has failed
 
 
@@ -31,7 +33,8 @@ class Watch:
         """Seconds until the next sign of life is overdue."""
         now, seen = time.monotonic(), list(places)
         if seen != self._seen and not self._hurries:
-            self._seen, self._deadline = seen, now + self._timeout
+            starting = min(seen, default=0) < 0
+            self._seen, self._deadline = seen, now + (START if starting else self._timeout)
         return self._deadline - now
 
     def hurry(self) -> None:

@@ -56,7 +56,7 @@ def first_failure(
 ) -> tuple[int, Finding] | None:
     """The first trial that failed on any rank, and its number; None if all held on all.
 
-    ``places`` says at which trial each rank was seen last. Ranks that are missing in ``outcomes`` hung or died. Errors
+    ``places`` says which trial each rank began last, -1 for none. Ranks missing in ``outcomes`` hung or died. Errors
     that only echo another rank's do not count, unless there is nothing else.
     """
     silent = [rank for rank in places if rank not in outcomes]
@@ -65,9 +65,11 @@ def first_failure(
         return None
     own = [failure.trial for failure in failures.values() if not failure.echo]
     echoed = [failure.trial for failure in failures.values()]
-    first = min(own or [*echoed, *(places[rank] for rank in silent)])
+    first = max(0, min(own or [*echoed, *(places[rank] for rank in silent)]))
     errors = {rank: failure.error for rank, failure in failures.items() if failure.trial == first}
-    errors.update({rank: f"gave no answer after it began {wanted[places[rank]].name}" for rank in silent})
+    for rank in silent:
+        last = f"it began {wanted[places[rank]].name}" if places[rank] >= 0 else "it was started"
+        errors[rank] = f"gave no answer after {last}"
     traces = [f"rank {rank}:\n{failure.trace}" for rank, failure in sorted(failures.items())]
     details = "\n".join([*traces, *([stacks] if stacks else [])])
     return first, Finding(wanted[first].name, wanted[first].group, errors, details)

@@ -20,8 +20,8 @@ def run(
     groups: Iterable[str] | None = None,
     processes: bool = False,
     timeout: float = 60.0,
-    call_timeout: float = 20.0,
-    max_failures: int = 10,
+    call_timeout: float = 10.0,
+    max_failures: int = 3,
 ) -> Report:
     """Try the contract on a backend, with every rank started here.
 
@@ -40,7 +40,7 @@ def run(
     """
     wanted = trials(groups)
     report = Report(world_size)
-    session = run_processes if processes else _run_threads
+    session = run_processes if processes else run_threads
     while wanted:
         outcomes, places, stacks = session(factory(world_size), world_size, wanted, timeout, call_timeout)
         found = first_failure(wanted, outcomes, places, stacks)
@@ -57,11 +57,12 @@ def run(
     return report
 
 
-def _run_threads(
+def run_threads(
     connect: Connect, world_size: int, wanted: Sequence[Trial], timeout: float, call_timeout: float
 ) -> tuple[Outcomes, Places, str]:
+    """What each rank answered, where each was, and what there is to read about those that hung."""
     outcomes: Outcomes = {}
-    places: Places = dict.fromkeys(range(world_size), 0)
+    places: Places = dict.fromkeys(range(world_size), -1)
     crashed: dict[int, str] = {}
     changed = threading.Condition()
 
