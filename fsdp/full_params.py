@@ -116,7 +116,7 @@ class _View:
 
     def _gather_grads(self) -> list[torch.Tensor | None]:
         group = self.group
-        part = torch.zeros_like(group.shard)
+        part = torch.zeros_like(group.shard, device=self.comm.device)
         for grad, piece in zip(self.grads, group.pieces, strict=True):
             if grad is not None:
                 part[piece.offset : piece.offset + piece.numel] = grad.as_subclass(torch.Tensor).reshape(-1)
@@ -170,15 +170,17 @@ class _View:
         """Put this rank's part of edited values into its shards."""
         group = self.group
         if self.rank0_only:
-            whole = group.shard.new_zeros(group.layout.numel if self.sees else 0)
+            whole = torch.zeros(group.layout.numel if self.sees else 0, dtype=group.dtype, device=self.comm.device)
             spans = torch.split(whole, group.layout.spans())[::2] if self.sees else ()
             for span, (value, _) in zip(spans, values, strict=True):
                 span.copy_(value.reshape(-1))
-            self.comm.scatter(group.shard, whole if self.sees else None, 0)
+            mine = group.shard.to(self.comm.device)
+            self.comm.scatter(mine, whole if self.sees else None, 0)
+            group.shard.copy_(mine)
             return
         for managed, local, piece, (value, grad) in zip(group.managed, group.locals, group.pieces, values, strict=True):
             part = slice(piece.start, piece.start + piece.numel)
             local.copy_(value.reshape(-1)[part].view(local.shape))
             if self.with_grads:
-                mine = None if grad is None else grad.reshape(-1)[part].clone().view(local.shape)
-                managed.parameter.grad = None if mine is None else ShardGradient.of(mine, self.comm)
+                own = None if grad is None else grad.reshape(-1)[part].clone().view(local.shape)
+                managed.parameter.grad = None if own is None else ShardGradient.of(own, self.comm)

@@ -34,6 +34,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     owner: Any = None,
     host_shared: bool = True,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Spread a module over the ranks of ``comm``, in place; call it bottom-up, the whole model last.
 
@@ -52,11 +53,13 @@ def fully_shard(
             to 2 buckets of 25 MiB.
         reshard_after_forward: free after forward (stage 3); None means True, but False for the outermost unit.
         mp_policy: dtypes of computation and reduction.
-        offload_policy: not supported yet.
+        offload_policy: keep shards, their gradients and so the optimizer state in host memory. On CPU they are.
         replicate_comm: not supported yet.
         ignored_params: parameters to leave alone: not spread, not reduced, not broadcast.
         owner: not supported yet.
         host_shared: ranks of one host may share gathered parameters where the backend can. Has no effect elsewhere.
+        param_init_fn: fills the own parameters and buffers of a module that was on the meta device; None: its
+            ``reset_parameters()``. Modules on the meta device get memory unit by unit, and are filled once each.
 
     Returns:
         ``module`` itself.
@@ -73,7 +76,7 @@ def fully_shard(
         raise TypeError(f"comm: expected a collectives.Communicator, got {type(comm)}")
     if stage not in range(len(STAGES)):
         raise ValueError(f"stage: expected 0, 1, 2 or 3, got {stage!r}")
-    for name, value in (("offload_policy", offload_policy), ("replicate_comm", replicate_comm), ("owner", owner)):
+    for name, value in (("replicate_comm", replicate_comm), ("owner", owner)):
         if value is not None:
             raise UnsupportedError(f"fully_shard(..., {name}=...) is not supported; expected None, got {value!r}")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -85,12 +88,16 @@ def fully_shard(
         raise UnsupportedError(
             "mp_policy.param_dtype needs shards to keep the master copy: stage 1, 2 or 3, got stage 0"
         )
+    if stage == 0 and offload_policy is not None and comm.device.type != "cpu":
+        raise UnsupportedError("offload_policy needs shards: stage 1, 2 or 3, got stage 0")
     options = Options(
         STAGES[stage],
         policy,
         reshard_after_forward,
         bucket_mb=BUCKET_MB if stage < 3 and units is None else None,
         ignored=frozenset(id(p) for p in ignored_params or ()),
+        initialise=param_init_fn,
+        offload=offload_policy,
     )
     inner = _inner_units(module, units)
     agree(module, comm, options.ignored)

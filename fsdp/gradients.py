@@ -27,6 +27,7 @@ class Gradients:
         dtype: of the reduction.
         views: replicated gradients are views of their bucket, otherwise copies.
         counts: learn from autograd when a gradient is there.
+        home: the device of the users' parameters and their gradients.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Gradients:
         dtype: torch.dtype,
         views: bool,
         counts: bool,
+        home: torch.device,
     ) -> None:
         self.parameters = parameters
         self.leaves = leaves
@@ -48,6 +50,7 @@ class Gradients:
         self.comm = comm
         self.shards = shards
         self.dtype = dtype
+        self.home = home
         self.on_ready: Callable[[], None] = _nothing  # every gradient of this backward is there
         self.on_backward: Callable[[], None] = _nothing  # one came although no backward was known of
         self.ready = False
@@ -73,6 +76,7 @@ class Gradients:
             [local_shape(s, piece.numel) for s, piece in zip(shapes, pieces, strict=True)] if self.shards else shapes,
             self.comm if self.shards else None,
             self._views,
+            self.home,
         )
         for i, want in enumerate(wanted):
             self.leaves[i].requires_grad_(want)

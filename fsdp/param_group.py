@@ -34,6 +34,7 @@ from collectives import Communicator, Work
 from collectives.errors import UnsupportedError
 from fsdp.flat_layout import FlatLayout, local_shape
 from fsdp.gradients import Gradients
+from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.strategy import Strategy, Trigger
 from fsdp.use import Progress, Use
@@ -68,6 +69,7 @@ class ParamGroup:
         strategy: how they share them.
         policy: dtypes of gathers and reductions.
         grad_views: replicated gradients are views of the reduced bucket; otherwise copies.
+        offload: shards and their gradients stay in host memory.
     """
 
     def __init__(
@@ -77,11 +79,14 @@ class ParamGroup:
         strategy: Strategy,
         policy: MixedPrecisionPolicy,
         grad_views: bool = True,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         # Trainable ones first, so that a unit of which a part is frozen reduces one stretch of its layout.
         self.managed = sorted(parameters, key=lambda m: not m.parameter.requires_grad)
         self.comm = comm
         self.strategy = strategy
+        self.home = comm.device if offload is None else torch.device("cpu")  # of shards and their gradients
+        self._pins = offload is not None and offload.pin_memory and comm.device.type == "cuda"
         self.dtype = self.managed[0].parameter.dtype
         self.shapes = [m.parameter.shape for m in self.managed]
         self.part = comm.rank if strategy.shards else 0
@@ -115,6 +120,7 @@ class ParamGroup:
             dtype=policy.reduce(self.dtype),
             views=grad_views,
             counts=strategy.trigger is Trigger.ORDER,
+            home=self.home,
         )
 
     # Building
@@ -124,9 +130,12 @@ class ParamGroup:
         values = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device)
         spans = torch.split(values, self.layout.spans())[::2]
         with torch.no_grad():
-            if self.comm.rank == 0:
-                for span, managed in zip(spans, self.managed, strict=True):
-                    span.copy_(managed.parameter.reshape(-1))
+            for span, managed in zip(spans, self.managed, strict=True):
+                parameter = managed.parameter
+                if self.comm.rank == 0:
+                    span.copy_(parameter.reshape(-1))
+                if self.strategy.shards:  # one whole unit is enough, and one parameter
+                    parameter.data = span.data.view(parameter.shape)
             self.comm.broadcast(values, 0)
             if not self.strategy.shards:
                 for span, managed in zip(spans, self.managed, strict=True):
@@ -137,7 +146,9 @@ class ParamGroup:
     def _cut(self, values: torch.Tensor, compute_dtype: torch.dtype) -> None:
         """Keep this rank's shard, and make the second leaves."""
         first, last = self.layout.cuts[self.part : self.part + 2]
-        self.shard = values[first:last].clone()
+        self.shard = values[first:last].to(self.home, copy=True)
+        if self._pins:
+            self.shard = self.shard.pin_memory()
         self.full = values if compute_dtype == self.dtype else torch.empty_like(values, dtype=compute_dtype)
         self.pieces = self.layout.pieces(self.part)
         self.locals = [
@@ -226,8 +237,8 @@ class ParamGroup:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             for leaf, whole in zip(self.leaves, self._whole, strict=True):
                 leaf.data = whole
-        # One copy of a shard, where parameters are gathered in another dtype; otherwise it is sent as it is.
-        source = self.shard if self.shard.dtype == self.full.dtype else self.shard.to(self.full.dtype)
+        # One copy of a shard, where it is kept elsewhere or gathered in another dtype; otherwise it is sent as it is.
+        source = self.shard.to(self.full.device, self.full.dtype)
         self._gather = self.comm.all_gather(self.full, source, async_op=True)
         self.storage = Storage.GATHERING
         if epoch is not None:
@@ -304,8 +315,8 @@ class ParamGroup:
     def gather_values(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Every parameter with its whole value, in a buffer of its own: what is under way in the model stays."""
         self.check_parameters()
-        values = self.shard.new_empty(self.layout.numel)
-        self.comm.all_gather(values, self.shard)
+        values = torch.empty(self.layout.numel, dtype=self.dtype, device=self.comm.device)
+        self.comm.all_gather(values, self.shard.to(self.comm.device))
         spans = torch.split(values, self.layout.spans())[::2]
         return [
             (managed.parameter, span.view(shape))

@@ -21,6 +21,7 @@ class Target:
         spans: lengths that split the reduced tensor into gradient, gap, gradient, gap, ...
         shapes: of the gradients.
         sharded_over: the ranks that hold the other parts; None where every rank holds all.
+        home: where gradients are kept.
         views: whole gradients may be views of the reduced tensor, which is kept; otherwise copies.
     """
 
@@ -29,6 +30,7 @@ class Target:
     shapes: Sequence[Sequence[int]]
     sharded_over: Communicator | None
     views: bool
+    home: torch.device
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Reduction:
         self.work.wait()
         if self.scale != 1.0:
             self.output.mul_(self.scale)
+        self.output = self.output.to(self.target.home)  # one copy of a shard where it is kept elsewhere
         self._give(self.used)
 
     def finish(self, used_somewhere: Sequence[bool]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from collectives.errors import UnsupportedError
 from fsdp.param_group import ParamGroup, Storage
 from fsdp.reducer import Reducer
 from fsdp.strategy import Trigger
@@ -30,6 +31,14 @@ class Phase(enum.Enum):
     IDLE = "callers may edit parameters"  # -> FORWARD by the outermost unit; -> BACKWARD by the first gradient
     FORWARD = "inside the outermost unit"  # -> IDLE when it returns
     BACKWARD = "gradients come"  # -> IDLE at the end of backward; -> FORWARD if it failed and the next step begins
+
+
+def _tied_outside(unit: Unit) -> str:
+    _, module, name = unit.unresolved[0]
+    return (
+        f"{type(module).__name__}.{name} is tied to a parameter that a unit outside of {type(unit.module).__name__} "
+        "manages; expected fully_shard of the module that holds both, last, before the first forward"
+    )
 
 
 class Runtime:
@@ -98,6 +107,10 @@ class Runtime:
             return
         if self.phase is Phase.BACKWARD:
             self._recover()
+        for other in self.units:
+            if other.unresolved:
+                self._depth -= 1
+                raise UnsupportedError(_tied_outside(other))
         self.phase = Phase.FORWARD
         self._epoch += 1
         self._next_of = dict(zip(self._forward_order, self._forward_order[1:], strict=False))

@@ -54,7 +54,12 @@ class ShardGradient(torch.Tensor):
         if func is _FINITE_CHECK:
             grads, found_inf = args[0], args[1]
             comm = next(g.comm for g in grads if isinstance(g, ShardGradient))
-            comm.all_reduce(found_inf, ReduceOp.MAX)
+            if found_inf.device == comm.device:
+                comm.all_reduce(found_inf, ReduceOp.MAX)
+            else:
+                shared = found_inf.to(comm.device)
+                comm.all_reduce(shared, ReduceOp.MAX)
+                found_inf.copy_(shared)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

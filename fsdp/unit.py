@@ -69,6 +69,7 @@ class Unit:
         self.policy = policy
         self.buffer_owners = buffer_owners
         self.runtime: Runtime
+        self.unresolved: list[tuple[nn.Parameter, nn.Module, str]] = []  # tied to a unit that is not of the model
         self.reshard_after_forward = reshard_after_forward
         # Forwards under way, innermost last, and whether they recompute; None for one on summoned parameters.
         self._uses: list[tuple[Use, bool] | None] = []

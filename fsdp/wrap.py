@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from collectives.errors import UnsupportedError
+from fsdp.meta_device import Initialise, materialise
+from fsdp.offload import CPUOffloadPolicy
 from fsdp.param_group import ManagedParameter, ParamGroup
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
@@ -30,6 +31,8 @@ class Options:
             group a dtype.
         grad_views: replicated gradients are views of their bucket.
         ignored: ids of parameters to leave alone.
+        initialise: fills a module that was on the meta device; None: its ``reset_parameters``.
+        offload: shards and gradients are in host memory.
     """
 
     strategy: Strategy
@@ -38,6 +41,8 @@ class Options:
     bucket_mb: float | None = None
     grad_views: bool = True
     ignored: frozenset[int] = frozenset()
+    initialise: Initialise | None = None
+    offload: CPUOffloadPolicy | None = None
 
 
 def agree(module: nn.Module, comm: Communicator, ignored: frozenset[int]) -> None:
@@ -45,17 +50,11 @@ def agree(module: nn.Module, comm: Communicator, ignored: frozenset[int]) -> Non
 
     Raises:
         ValueError: they were not; alike on all ranks, naming the first parameter or buffer that differs.
-        UnsupportedError: a parameter has no values yet.
     """
     named = [("parameter", name, p) for name, p in module.named_parameters() if id(p) not in ignored]
     buffers = list(module.named_buffers())
     check_same(comm, [*named, *(("buffer", name, buffer) for name, buffer in buffers)])
-    for _, name, parameter in named:
-        if parameter.is_meta:
-            raise UnsupportedError(
-                f"parameter {name!r} is on the meta device; expected values. Call to_empty and initialise it first"
-            )
-    broadcast_tensors(comm, (buffer for _, buffer in buffers))
+    broadcast_tensors(comm, (buffer for _, buffer in buffers if not buffer.is_meta))
 
 
 def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, options: Options) -> Unit:
@@ -79,9 +78,13 @@ def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, opti
     taken = {id(m.parameter) for unit in runtime.units for group in unit.own_groups for m in group.managed}
     walk = _Walk(options.ignored, taken)
     walk.visit(module, path)
+    materialise(walk.modules, comm.device, options.initialise)
+    if walk.on_meta:
+        broadcast_tensors(comm, (owner._buffers[name] for owner, name in walk.on_meta))  # type: ignore[misc]
+    options.policy.cast_buffers(walk.buffers)
     owned = list(walk.owned.values())
     groups = [
-        ParamGroup(parameters, comm, options.strategy, options.policy, options.grad_views)
+        ParamGroup(parameters, comm, options.strategy, options.policy, options.grad_views, options.offload)
         for parameters in _group(owned, options.bucket_mb)
     ]
     unit = Unit(hooked, groups, options.policy, options.reshard_after_forward, walk.buffers)
@@ -91,7 +94,9 @@ def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, opti
                 managed.name = prefix + managed.name
             runtime.absorb(inner.runtime)
     runtime.add(unit)
-    _borrow(unit, walk.borrowed)
+    unit.unresolved = walk.borrowed
+    for other in runtime.units:
+        _borrow(other)
     for group in unit.groups:
         group.guard(hooked)
     if options.strategy.shards:
@@ -109,13 +114,16 @@ class _Walk:
     inner: list[tuple[str, Unit]] = field(default_factory=list)
     owned: dict[int, ManagedParameter] = field(default_factory=dict)
     borrowed: list[tuple[nn.Parameter, nn.Module, str]] = field(default_factory=list)
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
+    on_meta: list[tuple[nn.Module, str]] = field(default_factory=list)  # those of the buffers
     seen: set[nn.Module] = field(default_factory=set)
 
     def visit(self, module: nn.Module, prefix: str) -> None:
         if module in self.seen:
             return
         self.seen.add(module)
+        self.modules.append((prefix.removesuffix("."), module))
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in self.ignored:
                 continue
@@ -124,7 +132,11 @@ class _Walk:
             else:
                 managed = self.owned.setdefault(id(parameter), ManagedParameter(prefix + name, parameter))
                 managed.owners.append((module, name))
-        self.buffers += [(module, name) for name, value in module._buffers.items() if value is not None]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.buffers.append((module, name))
+                if buffer.is_meta:
+                    self.on_meta.append((module, name))
         for name, child in module._modules.items():
             if child is None:
                 continue
@@ -158,19 +170,21 @@ def _group(parameters: Sequence[ManagedParameter], bucket_mb: float | None) -> l
     return [*full, *(bucket for bucket, _ in filling.values())][::-1]
 
 
-def _borrow(unit: Unit, borrowed: Sequence[tuple[nn.Parameter, nn.Module, str]]) -> None:
-    """Parameters that an earlier unit of the model manages: use its group, and let its leaves be seen here too."""
-    for parameter, module, name in borrowed:
+def _borrow(unit: Unit) -> None:
+    """Parameters that another unit of the model manages: use its group, and let its leaves be seen here too.
+
+    That unit may not be of the model yet; a later call, of what holds both, then finds it.
+    """
+    unresolved = []
+    for parameter, module, name in unit.unresolved:
         for group in unit.runtime.groups:
             managed = next((m for m in group.managed if m.parameter is parameter), None)
             if managed is not None:
                 managed.owners.append((module, name))
                 if group not in unit.groups:
                     unit.groups.append(group)
+                group.guard(unit.module)
                 break
         else:
-            raise UnsupportedError(
-                f"{type(module).__name__}.{name} is tied to a parameter that a unit outside of "
-                f"{type(unit.module).__name__} manages; expected one call to wrap both: "
-                "fully_shard(model, comm, units=[...])"
-            )
+            unresolved.append((parameter, module, name))
+    unit.unresolved = unresolved

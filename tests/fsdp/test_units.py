@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import collectives
 from collectives import Communicator
 from collectives.errors import CommError, UnsupportedError
-from fsdp import CPUOffloadPolicy, DistributedDataParallel, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp import DistributedDataParallel, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp.param_group import Storage
 from fsdp.unit import unit_of
 from tests.fsdp.models import (
@@ -573,14 +573,12 @@ def refused(comm: Communicator) -> None:
     def linear() -> nn.Module:
         return nn.Linear(3, 3)
 
-    for name, value in (("replicate_comm", comm), ("owner", "balanced"), ("offload_policy", CPUOffloadPolicy()),
+    for name, value in (("replicate_comm", comm), ("owner", "balanced"),
                         ("reshard_after_forward", 2)):  # fmt: skip
         with pytest.raises(UnsupportedError, match=name):
             fully_shard(linear(), comm, **{name: value})
     with pytest.raises(UnsupportedError, match="param_dtype"):
         fully_shard(linear(), comm, stage=0, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with pytest.raises(UnsupportedError, match="meta"):
-        fully_shard(nn.Linear(3, 3, device="meta"), comm)
     with pytest.raises(ValueError, match="stage"):
         fully_shard(linear(), comm, stage=4)
     with pytest.raises(ValueError, match="chose nothing"):
