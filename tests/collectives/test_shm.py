@@ -362,7 +362,7 @@ def law_split_uses_the_same_memory(comm: Communicator) -> None:
     before = maps()
     group = comm.split(0, -comm.rank)
     assert group is not None
-    assert maps() == before
+    assert maps() <= before
     tensor = comm.allocate(3 * PIECE, torch.float32).fill_(comm.rank + 1)
     assert group._transport.team.place(tensor) is not None  # type: ignore[attr-defined]
     group.all_reduce(tensor)
