@@ -197,7 +197,7 @@ LAUNCHES = [
 PROGRAMS = [
     pytest.param(*start, strategy, marks=pytest.mark.full if only_in_full_launch(*start, strategy) else ())
     for start in LAUNCHES
-    for strategy in STRATEGIES
+    for strategy in (STRATEGIES if start[1] <= 2 else ("fsdp",))
 ]
 
 
