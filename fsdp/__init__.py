@@ -8,6 +8,7 @@ from fsdp.fully_shard import fully_shard
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.state_dict import full_state_dict
+from fsdp.synced_forwards import synced_forwards
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -19,4 +20,5 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "summon_full_params",
+    "synced_forwards",
 ]

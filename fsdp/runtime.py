@@ -8,6 +8,7 @@ not count as a forward, and free nothing, as the unit's own backward comes next.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +57,7 @@ class Runtime:
         self.units: list[Unit] = []  # inner before outer
         self.groups: list[ParamGroup] = []  # in the order in which forward gathers them
         self.buffer_owners: list[tuple[nn.Module, str]] = []
+        self.on_root_forward: Callable[[], None] | None = None  # called before each, by synced_forwards
         self.exports_state = False  # True while full_state_dict reads the shards
         self._epoch = 0  # root forwards so far
         self._depth = 0
@@ -111,7 +113,14 @@ class Runtime:
             if other.unresolved:
                 self._depth -= 1
                 raise UnsupportedError(_tied_outside(other))
+        if self.on_root_forward is not None:
+            self.on_root_forward()
         self.phase = Phase.FORWARD
+        self._start_forward()
+        if unit.module.training and torch.is_grad_enabled() and self.reducer.requires_sync:
+            self._broadcast_buffers()
+
+    def _start_forward(self) -> None:
         self._epoch += 1
         self._next_of = dict(zip(self._forward_order, self._forward_order[1:], strict=False))
         self._forward_order = []
@@ -120,8 +129,20 @@ class Runtime:
                 group.check_parameters()
             elif not group.strategy.frees_after_forward:
                 group.unshard(self._epoch)
-        if unit.module.training and torch.is_grad_enabled() and self.reducer.requires_sync:
-            self._broadcast_buffers()
+
+    def replay_forward(self) -> None:
+        """Take part in the gathers of a forward of other ranks that is like this rank's last one; compute nothing."""
+        order = self._forward_order
+        if not order:
+            raise RuntimeError(f"rank {self.comm.rank} has run no forward that it could repeat for other ranks")
+        self._start_forward()
+        for unit in order:
+            self.gather(unit)
+            for group in unit.groups:
+                if group.strategy.frees_after_forward and (unit.frees_after_forward or group not in unit.own_groups):
+                    group.reshard()
+        self._depth = 1
+        self.end_forward(differentiable=False)
 
     def cancel_forward(self) -> None:
         """The forward that began last could not be started."""
