@@ -33,7 +33,8 @@ def test_mpirun(world_size: int) -> None:
     run_laws([*command, sys.executable, *PYTEST, "--with-mpi"], environment, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_torchrun(world_size: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     run_laws([*command, *PYTEST], clean_environment(), world_size)
