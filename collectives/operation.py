@@ -6,6 +6,7 @@ it whenever somebody calls; ``Engine`` is for transports that can only wait, and
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -383,7 +384,14 @@ class Engine(Progress):
 
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_next(operation))
             self._block(operation)
+
+    def _is_next(self, operation: Operation) -> bool:
+        """Whether no earlier collective is under way: a caller may be carrying one out itself, on its own thread."""
+        earlier = itertools.takewhile(lambda other: other is not operation, self._unfinished)
+        return operation.done or all(other.done or not other.call for other in earlier)
 
     def _block(self, operation: Operation) -> None:
         operation.block(time.monotonic() + operation.timeout)
@@ -401,6 +409,9 @@ class Engine(Progress):
         deadline = time.monotonic() + timeout
         if not operation.threaded:
             operation.block(deadline)
+            if self._started:
+                with self._changed:
+                    self._changed.notify_all()
             return
         with self._changed:
             ended = self._changed.wait_for(lambda: operation.done, timeout)
