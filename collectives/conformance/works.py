@@ -131,6 +131,30 @@ def check_threads_of_a_rank(comm: Communicator, case: Case) -> None:
         same(value, torch.full((100,), float(w ** (turn + 1))), "a call from another thread")
 
 
+def check_issuers_take_turns(comm: Communicator, case: Case) -> None:
+    """Two threads of a rank that call the same operation at the same time do not get into each other's way."""
+    w = comm.world_size
+    wrong: list[str] = []
+
+    def issue() -> None:
+        try:
+            for _ in range(40):
+                value = torch.ones(64, device=comm.device)
+                comm.all_reduce(value)
+                same(value, torch.full((64,), float(w)), "one of two calls at the same time")
+        except Exception as error:
+            wrong.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=issue) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE)
+    require(not any(thread.is_alive() for thread in threads), "calls from two threads did not return")
+    require(not wrong, "; ".join(wrong))
+    still_works(comm)
+
+
 def check_inference_mode(comm: Communicator, case: Case) -> None:
     """Calls work inside, on tensors made inside or outside, and leave those made outside ordinary."""
     w = comm.world_size
@@ -214,6 +238,7 @@ CHECKS = (
     Check("work", check_not_done_early, (Case(), Case(async_op=True, seed=1), Case(algorithm="ring", async_op=True))),
     Check("work", check_barrier),
     Check("modes", check_threads_of_a_rank),
+    Check("modes", check_issuers_take_turns),
     Check("modes", check_inference_mode),
     Check("modes", check_parameters),
     Check("modes", check_fork),
