@@ -75,7 +75,8 @@ def init(
 
     Args:
         backend: a base ("gloo", "nccl", "mpi") or layers over one ("ring+gloo"). None: COLLECTIVES_BACKEND, else nccl
-            where a CUDA device is visible, else mpi under an MPI launcher whose MPI loads, else gloo.
+            where a CUDA device is visible, else mpi under an MPI launcher whose MPI loads, else gloo; several ranks on
+            CPUs then share memory over it ("shm+mpi", "shm+gloo"), or log why they cannot.
         device: where tensors lie by default. None or "cuda": cuda:(local rank modulo visible devices) for nccl and
             "cuda", else the CPU.
         timeout: seconds that a call waits for its peers, unless it says otherwise.
@@ -126,7 +127,7 @@ def init(
     comm = Communicator(
         transport,
         info,
-        name=chosen.backend,
+        name=chosen.backend if transport.shares else chosen.backend.replace("shm+", ""),
         layers=chosen.stack.layers,
         device=chosen.device,
         timeout=timeout,
@@ -186,16 +187,17 @@ def plan(
 def _default_backend(info: RankInfo, device: torch.device | None, environ: Mapping[str, str]) -> tuple[str, str]:
     if device.type == "cuda" if device is not None else torch.cuda.is_available():
         return "nccl", "a CUDA device is visible"
+    layer = "shm+" if info.world_size > 1 else ""
     if not info.mpi:
-        return "gloo", f"no CUDA device is used and no MPI launcher started this process ({info.launcher})"
+        return f"{layer}gloo", f"no CUDA device is used and no MPI launcher started this process ({info.launcher})"
     try:
         load_mpi(environ)
     except UnsupportedError as error:
         reason = str(error).partition("\n")[0]
         if info.rank == 0:
             _log.warning("started by an MPI launcher, but using gloo: %s", reason)
-        return "gloo", f"an MPI launcher started this process, but no MPI loads: {reason}"
-    return "mpi", f"an MPI launcher started this process ({info.launcher})"
+        return f"{layer}gloo", f"an MPI launcher started this process, but no MPI loads: {reason}"
+    return f"{layer}mpi", f"an MPI launcher started this process ({info.launcher})"
 
 
 def _agree_with_mpi(info: RankInfo, environ: Mapping[str, str]) -> RankInfo:

@@ -350,20 +350,20 @@ def test_default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.cuda.is_available() or rendezvous.plan({}).backend == "nccl"
     cpu = {"device": "cpu"}
     assert rendezvous.plan({}, **cpu).backend == "gloo"
-    assert rendezvous.plan(torchrun(0, 2), **cpu).backend == "gloo"
+    assert rendezvous.plan(torchrun(0, 2), **cpu).backend == "shm+gloo"
     assert rendezvous.plan({"COLLECTIVES_BACKEND": "ring+gloo"}, **cpu).stack == (("ring",), "gloo")
     assert rendezvous.plan({"COLLECTIVES_BACKEND": "mpi"}, "gloo", **cpu).backend == "gloo"
 
     monkeypatch.setattr(rendezvous, "load_mpi", lambda environ: FakeMpi((1, 2, 1, 2)))
     chosen = rendezvous.plan(openmpi(1, 2), **cpu)
-    assert (chosen.backend, chosen.info.rank) == ("mpi", 1)
+    assert (chosen.backend, chosen.info.rank) == ("shm+mpi", 1)
 
     def missing(environ: Mapping[str, str]) -> Any:
         raise UnsupportedError("no libmpi")
 
     monkeypatch.setattr(rendezvous, "load_mpi", missing)
     chosen = rendezvous.plan(openmpi(1, 2), **cpu)
-    assert chosen.backend == "gloo"
+    assert chosen.backend == "shm+gloo"
     assert "no libmpi" in chosen.why
     with pytest.raises(UnsupportedError, match="no libmpi"):
         rendezvous.plan(openmpi(1, 2), "mpi", **cpu)

@@ -99,7 +99,7 @@ def test_stale_plain_variables_lose_under_mpirun() -> None:
 
 @pytest.mark.full
 def test_mpi_is_picked_under_mpirun() -> None:
-    assert {one["backend"] for one in check_job(start("mpirun"))} == {"mpi"}
+    assert {one["backend"] for one in check_job(start("mpirun"))} == {"shm+mpi"}
 
 
 @pytest.mark.full
