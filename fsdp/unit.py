@@ -14,7 +14,8 @@ reduced at the end of backward.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,6 +27,13 @@ from fsdp.runtime import Runtime
 from fsdp.strategy import Trigger
 from fsdp.tree import map_tensors, tensors
 from fsdp.use import Use
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _eagerly(function: _Function) -> _Function:
+    """torch.compile of a module would trace into its hooks: a border of a unit is a border of a graph."""
+    return cast("_Function", torch._disable_dynamo(function))  # type: ignore[attr-defined]
 
 
 class _Inputs(torch.autograd.Function):
@@ -87,6 +95,7 @@ class Unit:
             return self is not self.runtime.root
         return self.reshard_after_forward
 
+    @_eagerly
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,6 +154,7 @@ class Unit:
                 "torch.no_grad(), of a module all of whose parameters are whole"
             )
 
+    @_eagerly
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Give the shards back and free. Also called after an exception, with no output."""
         under_way = self._uses.pop() if self._uses else None
