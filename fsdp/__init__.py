@@ -2,23 +2,28 @@
 
 from fsdp.clip import clip_grad_norm_
 from fsdp.ddp import DistributedDataParallel
+from fsdp.estimate import Estimate, estimate
 from fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdp.full_params import summon_full_params
 from fsdp.fully_shard import fully_shard
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.state_dict import full_state_dict
+from fsdp.statistics import unit_statistics
 from fsdp.synced_forwards import synced_forwards
 
 __all__ = [
     "CPUOffloadPolicy",
     "DistributedDataParallel",
+    "Estimate",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "clip_grad_norm_",
+    "estimate",
     "full_state_dict",
     "fully_shard",
     "register_fsdp_forward_method",
     "summon_full_params",
     "synced_forwards",
+    "unit_statistics",
 ]

@@ -99,7 +99,7 @@ def fully_shard(
         initialise=param_init_fn,
         offload=offload_policy,
     )
-    inner = _inner_units(module, units)
+    inner = inner_units(module, units)
     agree(module, comm, options.ignored)
     runtime = Runtime(comm)
     for path, target in [*inner, ("", module)]:
@@ -108,7 +108,7 @@ def fully_shard(
     return module
 
 
-def _inner_units(module: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
+def inner_units(module: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
     """The modules inside of ``module`` that ``units`` chooses, inner before outer, with the start of their names."""
     if units is None:
         return []

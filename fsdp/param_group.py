@@ -22,6 +22,7 @@ and go on, while another computes with an empty one. So while a unit is at rest,
 from __future__ import annotations
 
 import enum
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from fsdp.gradients import Gradients
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.strategy import Strategy, Trigger
+from fsdp.unit_statistics import UnitStatistics
 from fsdp.use import Progress, Use
 
 
@@ -91,6 +93,7 @@ class ParamGroup:
         self.shapes = [m.parameter.shape for m in self.managed]
         self.part = comm.rank if strategy.shards else 0
         self.layout = FlatLayout.even([s.numel() for s in self.shapes], comm.world_size if strategy.shards else 1)
+        self.statistics = UnitStatistics()
         self.storage = Storage.FREED if strategy.shards else Storage.FULL
         self.users = 0  # units whose forward or backward is under way and that see the full leaves
         self.touched = False  # backward has reached it since its last reduction
@@ -240,6 +243,8 @@ class ParamGroup:
         # One copy of a shard, where it is kept elsewhere or gathered in another dtype; otherwise it is sent as it is.
         source = self.shard.to(self.full.device, self.full.dtype)
         self._gather = self.comm.all_gather(self.full, source, async_op=True)
+        self.statistics.gathers += 1
+        self.statistics.gathered_nbytes += self.full.numel() * self.full.element_size()
         self.storage = Storage.GATHERING
         if epoch is not None:
             self._epoch = epoch
@@ -247,7 +252,9 @@ class ParamGroup:
     def wait_for_unshard(self) -> None:
         """Return when the parameters are there."""
         if self._gather is not None:
+            started = time.perf_counter()
             self._gather.wait()
+            self.statistics.gather_wait += time.perf_counter() - started
             self._gather = None
             self.storage = Storage.FULL
 

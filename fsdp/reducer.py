@@ -13,6 +13,7 @@ which the flags that ranks exchange at the end of backward make everybody join.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import torch
@@ -82,6 +83,8 @@ class Reducer:
             self._land_first()
         first = all(other is not group for other, _ in self._running)
         group.touched = False
+        group.statistics.reductions += 1
+        group.statistics.reduced_nbytes += group.gradients.layout.numel * group.gradients.dtype.itemsize
         reduction = group.gradients.start_reduction(self._buffer, first)
         if self.divide_factor is not None:
             reduction.scale = self.comm.world_size / self.divide_factor
@@ -94,6 +97,9 @@ class Reducer:
 
     def _land_first(self) -> None:
         group, reduction = self._running.popleft()
+        started = time.perf_counter()
+        reduction.work.wait()
+        group.statistics.reduction_wait += time.perf_counter() - started
         reduction.land()
         self._landed.append((group, reduction))
         buffer, reduction.buffer = reduction.buffer, None

@@ -147,6 +147,14 @@ class _Walk:
                 self.visit(child, f"{prefix}{name}.")
 
 
+def walk_and_group(module: nn.Module, taken: set[int], bucket_mb: float | None) -> list[list[nn.Parameter]]:
+    """The groups that ``wrap`` would make of ``module``; adds what they hold to ``taken``."""
+    walk = _Walk(frozenset(), taken)
+    walk.visit(module, "")
+    taken.update(walk.owned)
+    return [[m.parameter for m in group] for group in _group(list(walk.owned.values()), bucket_mb)]
+
+
 def _group(parameters: Sequence[ManagedParameter], bucket_mb: float | None) -> list[list[ManagedParameter]]:
     """One list a dtype; with ``bucket_mb``, filled from the last parameter and returned first to last."""
     if bucket_mb is None:

@@ -1,0 +1,115 @@
+"""Several models at once, optimizers that step inside of backward, and second derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import collectives
+from collectives import Communicator
+from fsdp import DistributedDataParallel
+from tests.fsdp.models import OddBlock, OddNet, difference, filled, full_state, loss_of, reference, words, wrapped
+
+every_strategy = pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
+
+
+def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
+    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
+
+
+def steps_in_backward(comm: Communicator, strategy: str | int) -> float:
+    """Each parameter has an optimizer of its own, which steps when its gradient is there and frees it."""
+    model = wrapped(filled(OddNet(2), comm.rank), comm, strategy, [OddBlock])
+    optims = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.01) for p in model.parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        optims[p].step()
+        optims[p].zero_grad()
+
+    for p in optims:
+        p.register_post_accumulate_grad_hook(step)
+    for i in range(3):
+        loss_of(model, words(comm.rank, i)).backward()
+        assert all(p.grad is None for p in optims)
+    expected, _ = reference(filled(OddNet(2)), comm.world_size, 3, lambda ps: torch.optim.SGD(
+        ps, lr=0.1, momentum=0.9, weight_decay=0.01))  # fmt: skip
+    return difference(full_state(model), expected)
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+def test_step_in_backward(strategy: str | int) -> None:
+    assert max(run(steps_in_backward, strategy, n=3)) < 1e-10
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.outer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+def noise(rank: int, step: int) -> torch.Tensor:
+    return torch.sin(torch.arange(15.0, dtype=torch.float64).view(3, 5) * (step + 1) + rank)
+
+
+def gan(comm: Communicator | None, strategy: str | int, ranks: int) -> Any:
+    """A generator and a critic take turns; their units are on communicators of their own."""
+    seed = 0 if comm is None else comm.rank
+    plain = [filled(Layer(), seed), filled(Layer(), seed + 50 if comm is None else 50 + seed)]
+    if comm is None:
+        models: list[Any] = plain
+    else:
+        comms = [comm.split(0), comm.split(0)]
+        models = [wrapped(m, c, strategy, [nn.Linear]) for m, c in zip(plain, comms, strict=True)]
+    generator, critic = models
+    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    for step in range(3):
+        for turn in (0, 1):
+            for optim in optims:
+                optim.zero_grad()
+            for rank in [comm.rank] if comm is not None else range(ranks):
+                fake = generator(noise(rank, step))
+                score = critic(fake).pow(2).mean() if turn == 0 else critic(fake.detach()).mean() - critic(
+                    noise(rank, 9)).mean()  # fmt: skip
+                (score / (1 if comm is not None else ranks)).backward()
+            optims[turn].step()
+    if comm is None:
+        return [m.state_dict() for m in models]
+    return [full_state(m) for m in models]
+
+
+@every_strategy
+def test_several_models_on_different_communicators(strategy: str | int) -> None:
+    expected = gan(None, strategy, 2)
+    for found in run(gan, strategy, 2):
+        for state, want in zip(found, expected, strict=True):
+            assert difference(state, want) < 1e-10
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.b = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w * x**2 + self.b * x / x
+
+
+def penalty(comm: Communicator) -> tuple[float, float]:
+    model = DistributedDataParallel(Penalised(), comm)
+    x = torch.tensor([[1.0], [3.0]][comm.rank], requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.sum().backward()
+    b = model.module.b.grad
+    return float(model.module.w.grad), 0.0 if b is None else float(b)
+
+
+def test_d13_double_backward_under_ddp() -> None:
+    assert run(penalty) == [(4.0, 0.0)] * 2
