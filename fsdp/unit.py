@@ -179,8 +179,14 @@ class Unit:
     def _watch_outputs(self, use: Use, output: Any) -> bool:
         """Have the parameters gathered when the gradient of any output is there. Whether any output can have one."""
         runtime = self.runtime
+        shards = any(group.strategy.shards for group in use.groups)
 
         def before_backward(_: torch.Tensor) -> None:
+            if shards and torch.is_grad_enabled():
+                raise UnsupportedError(
+                    "backward with create_graph=True through sharded parameters, which are freed before the second "
+                    "backward; expected stage 0 or DistributedDataParallel"
+                )
             runtime.before_backward(use)
 
         found = False

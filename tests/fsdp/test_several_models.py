@@ -10,6 +10,7 @@ from torch import nn
 
 import collectives
 from collectives import Communicator
+from collectives.errors import UnsupportedError
 from fsdp import DistributedDataParallel
 from tests.fsdp.models import OddBlock, OddNet, difference, filled, full_state, loss_of, reference, words, wrapped
 
@@ -113,3 +114,16 @@ def penalty(comm: Communicator) -> tuple[float, float]:
 
 def test_d13_double_backward_under_ddp() -> None:
     assert run(penalty) == [(4.0, 0.0)] * 2
+
+
+def refused(comm: Communicator, stage: int) -> None:
+    model = wrapped(filled(Layer(), comm.rank), comm, stage, [nn.Linear])
+    x = noise(comm.rank, 0).requires_grad_()
+    with pytest.raises(UnsupportedError, match="create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_second_order_grads_raise_at_stages_1_to_3(stage: int) -> None:
+    run(refused, stage)
