@@ -23,6 +23,8 @@ class ReduceOp(enum.Enum):
     BOR = "bor"
     BXOR = "bxor"
 
+    __hash__ = object.__hash__  # that of Enum hashes the name, in Python, at every look into a table
+
 
 class P2P(NamedTuple):
     """One message of an ``exchange``: a whole tensor to or from one peer."""

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -30,6 +31,7 @@ from collectives.schedules.executor import Posted
 from collectives.types import P2P, ReduceOp
 
 _log = logging.getLogger("collectives")
+SmallSum: TypeAlias = tuple[Call, Combine, list[list[torch.Tensor]]]
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
 
@@ -82,7 +84,8 @@ class _Running:
     def wait(self, i: int, deadline: float) -> None:
         while not self._done:
             if self._posted is None:
-                self._signals.wait(self._ready, deadline)
+                if not self._ready():
+                    self._signals.wait(self._ready, deadline)
             else:
                 for j in range(self._posted.count):
                     self._posted.pending.wait(j, deadline)
@@ -212,6 +215,7 @@ class ShmBackend(Backend):
         self._one_host = len(self.nodes) == 1
         self._running = _Running(self.team.signals)
         self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
+        self._small_sums: dict[tuple[torch.dtype, int, ReduceOp], SmallSum] = {}
         self._combiners: dict[tuple[ReduceOp, torch.dtype], Combine] = {}
 
     def _form_team(self) -> Team:
@@ -268,12 +272,20 @@ class ShmBackend(Backend):
         return found
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
+        small = self._small_sums.get((tensor.dtype, tensor.numel(), op))
+        if small is not None:
+            return self._running.start(inside.all_reduce_small(self.team, tensor, *small))
         call = describe("all_reduce", tensor.dtype, tensor.numel(), op)
-        if self._one_host:
-            steps = inside.all_reduce(self.team, call, tensor, self._combiner(op, tensor.dtype))
-        else:
-            steps = between.all_reduce(self._hosts, call, tensor, op)
-        return self._running.start(steps)
+        if not self._one_host:
+            return self._running.start(between.all_reduce(self._hosts, call, tensor, op))
+        combine = self._combiner(op, tensor.dtype)
+        if tensor.nbytes > inside.SMALL_BYTES:
+            return self._running.start(inside.all_reduce(self.team, call, tensor, combine))
+        if len(self._small_sums) >= 1024:
+            self._small_sums.clear()
+        small = call, combine, self.team.slots(tensor.numel(), tensor.dtype)
+        self._small_sums[tensor.dtype, tensor.numel(), op] = small
+        return self._running.start(inside.all_reduce_small(self.team, tensor, *small))
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
         n = output.numel()
@@ -367,6 +379,7 @@ class ShmBackend(Backend):
 
     def _close(self) -> None:
         self._running.drop()
+        self._small_sums.clear()
         all_left = self.team.leave()
         self.waiters.close()
         self.below._close()
