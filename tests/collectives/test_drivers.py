@@ -1,4 +1,4 @@
-"""The same laws as ranks of mpirun and of torchrun: both commands of test_under_launcher.py, started here."""
+"""The conformance suite as ranks of mpirun and of torchrun: both commands of test_under_launcher.py, started here."""
 
 from __future__ import annotations
 
@@ -8,33 +8,54 @@ import sys
 
 import pytest
 
+from collectives import conformance
 from tests.ranks import ROOT, clean_environment, mpirun
 
-LAWS = "tests/collectives/test_under_launcher.py"
-PYTEST = ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", LAWS]
+PYTEST = ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", "tests/collectives/test_under_launcher.py"]
+SOME = ("all_reduce", "messages", "groups", "failures")
+full = pytest.mark.full
 
 
-def run_laws(command: list[str], environment: dict[str, str], world_size: int) -> None:
+def run_suite(command: list[str], environment: dict[str, str], world_size: int, backends: str, some: bool) -> None:
+    groups = [*SOME] if some else [*conformance.GROUPS]
+    selection = ["-k", " or ".join(f"-{group}]" for group in groups)] if some else []
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150
+        [*command, *selection],
+        cwd=ROOT,
+        env={**environment, "CONFORMANCE_BACKENDS": backends},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=175,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    passed = re.findall(r"(\d+) passed in", output)
-    assert len(passed) == world_size, output
-    assert len(set(passed)) == 1
-    assert int(passed[0]) > 40
+    passed = re.findall(r"(\d+) passed", output)
+    assert passed == [str(len(groups) * len(backends.split(",")))] * world_size, output
     assert "skipped" not in output
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_mpirun(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "backends", "some"),
+    [
+        (2, "mpi", True),
+        pytest.param(4, "mpi", False, marks=full),
+        pytest.param(2, "ring+mpi,gloo", False, marks=full),
+    ],
+)
+def test_mpirun(world_size: int, backends: str, some: bool) -> None:
     command, environment = mpirun(world_size)
-    run_laws([*command, sys.executable, *PYTEST, "--with-mpi"], environment, world_size)
+    run_suite([*command, sys.executable, *PYTEST, "--with-mpi"], environment, world_size, backends, some)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_torchrun(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "backends", "some"),
+    [
+        pytest.param(2, "gloo", True, marks=full),
+        pytest.param(4, "gloo", False, marks=full),
+        pytest.param(2, "ring+gloo,shm+gloo", False, marks=full),
+    ],
+)
+def test_torchrun(world_size: int, backends: str, some: bool) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    run_laws([*command, *PYTEST], clean_environment(), world_size)
+    run_suite([*command, *PYTEST], clean_environment(), world_size, backends, some)

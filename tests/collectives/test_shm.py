@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import Communicator, ReduceOp
+from collectives import Communicator, ReduceOp, conformance
 from collectives.backend import Bootstrap
 from collectives.backends.segment import PAGE, Heap
 from collectives.backends.shm import ShmBackend, wrap
 from collectives.backends.team import PIECE_BYTES, describe, spell
+from collectives.conformance.case import same, still_works
 from collectives.errors import CollectiveMismatchError, CommError, CommTimeoutError
 from collectives.types import RankInfo
 from tests import reference
-from tests.collectives import test_laws as laws
 from tests.ranks import run_ranks
 
 PIECE = PIECE_BYTES // 4  # float32 elements
@@ -65,13 +65,13 @@ def law_rank_order_in_every_way(comm: Communicator, dtype: torch.dtype) -> None:
         for op, way in [(op, way) for op in (ReduceOp.SUM, ReduceOp.AVG) for way in WAYS]:
             tensor = memory(comm, inputs[r], way(r))
             comm.all_reduce(tensor, op)
-            laws.same(tensor, reference.all_reduce(inputs, op), (length, op))
+            same(tensor, reference.all_reduce(inputs, op), (length, op))
             whole, piece = memory(comm, wholes[r], way(r)), memory(comm, inputs[r], way(r + 1))
             comm.reduce_scatter(piece, whole, op)
-            laws.same(piece, reference.reduce_scatter(wholes, op)[r], (length, op))
-            laws.same(whole, wholes[r], "the input")
+            same(piece, reference.reduce_scatter(wholes, op)[r], (length, op))
+            same(whole, wholes[r], "the input")
             comm.reduce_scatter(whole[r * length : (r + 1) * length], whole, op)
-            laws.same(whole[r * length : (r + 1) * length], piece, "over its own part")
+            same(whole[r * length : (r + 1) * length], piece, "over its own part")
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -88,13 +88,13 @@ def law_moves_in_every_way(comm: Communicator) -> None:
         parts = [noise(rank, size, torch.float32) for rank, size in enumerate(sizes)]
         output = memory(comm, torch.zeros(w * length), way(r + 1))
         comm.all_gather(output, memory(comm, inputs[r], way(r)))
-        laws.same(output, torch.cat(inputs), length)
+        same(output, torch.cat(inputs), length)
         joined = torch.zeros(sum(sizes))
         comm.all_gather_v(joined, memory(comm, parts[r], way(r)), sizes)
-        laws.same(joined, torch.cat(parts), length)
+        same(joined, torch.cat(parts), length)
         tensor = memory(comm, inputs[r], way(r))
         comm.broadcast(tensor, length % w)
-        laws.same(tensor, inputs[length % w], length)
+        same(tensor, inputs[length % w], length)
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -119,7 +119,7 @@ def law_polling_is_enough(comm: Communicator) -> None:
     while not works[-1].is_completed():
         time.sleep(rng.random() * 0.001)
     for result, value in zip(results, expected, strict=True):
-        laws.same(result, value)
+        same(result, value)
 
 
 def law_allocated_memory_is_used_again(comm: Communicator) -> None:
@@ -133,13 +133,13 @@ def law_allocated_memory_is_used_again(comm: Communicator) -> None:
     assert comm.allocate(5 * PIECE, torch.float32).data_ptr() == place
     small = comm.allocate(10, torch.float32)
     comm.all_reduce(small.fill_(1))
-    laws.same(small, torch.full((10,), float(comm.world_size)))
+    same(small, torch.full((10,), float(comm.world_size)))
 
 
 def law_memory_that_does_not_exist(comm: Communicator) -> None:
     with pytest.raises(CommError, match="shared memory"):
         comm.allocate(2**45, torch.float32)
-    laws.still_works(comm)
+    still_works(comm)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def law_shared_buffer(comm: Communicator, nodes: list[int] | None) -> None:
             pause()
             work.wait()
             for _ in range(3):
-                laws.same(buffer.tensor, torch.cat(inputs), (numel, turn))
+                same(buffer.tensor, torch.cat(inputs), (numel, turn))
                 pause()
             with pytest.raises(ValueError, match="retire"):
                 group.all_gather(buffer.tensor, source)
@@ -183,7 +183,7 @@ def law_shared_buffer(comm: Communicator, nodes: list[int] | None) -> None:
         if r == w - 1:
             buffer.tensor.copy_(noise(7, numel * w, torch.float32))
         group.broadcast(buffer.tensor, w - 1)
-        laws.same(buffer.tensor, noise(7, numel * w, torch.float32))
+        same(buffer.tensor, noise(7, numel * w, torch.float32))
         buffer.retire()
         writes_of_others = [
             (group.all_reduce, (buffer.tensor,), {}),
@@ -194,7 +194,7 @@ def law_shared_buffer(comm: Communicator, nodes: list[int] | None) -> None:
         for call, arguments, options in writes_of_others:
             with pytest.raises(ValueError, match="shared buffer"):
                 call(*arguments, **options)
-        laws.still_works(group)
+        still_works(group)
         buffer.release()
     if nodes is not None:
         group.close()
@@ -211,7 +211,7 @@ def test_shared_buffer(world_size: int, nodes: list[int] | None) -> None:
 def law_other_sizes(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="rank 0: 10 of 4 bytes"):
         comm.allocate_shared(10 + comm.rank, torch.float32)
-    laws.still_works(comm)
+    still_works(comm)
 
 
 def law_shared_memory_is_once_a_host(comm: Communicator) -> None:
@@ -246,24 +246,24 @@ def law_several_hosts(comm: Communicator, nodes: list[int]) -> list[torch.Tensor
     assert isinstance(group._transport, ShmBackend)
     hosts = [[rank for rank, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))]
     assert sorted(group._transport.nodes) == sorted(hosts)
-    for law in (*laws.PLAIN, *(lambda c, law=law: law(c, None) for law in laws.WITH_ALGORITHM)):
-        law(group)
-    bits = laws.law_same_bits_on_all_ranks(group, None)
+    for trial in conformance.trials(part for part in conformance.GROUPS if part != "failures"):
+        trial.function(group, trial.case)
+    bits = []
     w, r = comm.world_size, comm.rank
     for length in (PIECE * w + 3, 300_000):  # several slots
         inputs = [reference.data(rank, (length,)) for rank in range(w)]
         tensor = inputs[r].clone()
         group.all_reduce(tensor, ReduceOp.AVG)
-        laws.same(tensor, reference.all_reduce(inputs, ReduceOp.AVG))
+        same(tensor, reference.all_reduce(inputs, ReduceOp.AVG))
         wholes = [reference.data(rank, (length * w,), torch.bfloat16) for rank in range(w)]
         piece = torch.zeros(length, dtype=torch.bfloat16)
         group.reduce_scatter(piece, wholes[r])
-        laws.same(piece, reference.reduce_scatter(wholes)[r])
+        same(piece, reference.reduce_scatter(wholes)[r])
         gathered = torch.zeros(w * length)
         group.all_gather(gathered, inputs[r])
-        laws.same(gathered, torch.cat(inputs))
+        same(gathered, torch.cat(inputs))
         group.broadcast(tensor.copy_(inputs[r]), w - 1)
-        laws.same(tensor, inputs[w - 1])
+        same(tensor, inputs[w - 1])
         bits.append(noise(r, length, torch.float32))
         group.all_reduce(bits[-1])
     group.close()
@@ -286,13 +286,13 @@ def test_several_hosts(backend: str, nodes: list[int]) -> None:
     first, *others = run_ranks(law_several_hosts, nodes, world_size=len(nodes), backend=backend, timeout=120.0)
     for other in others:
         for ours, theirs in zip(first, other, strict=True):
-            laws.same(theirs, ours)
+            same(theirs, ours)
 
 
 def law_one_rank_a_host(comm: Communicator) -> None:
     group = sub(comm, list(range(comm.world_size)))
     assert group._transport.name == "gloo"
-    laws.still_works(group)
+    still_works(group)
     group.close()
 
 
@@ -366,7 +366,7 @@ def law_split_uses_the_same_memory(comm: Communicator) -> None:
     tensor = comm.allocate(3 * PIECE, torch.float32).fill_(comm.rank + 1)
     assert group._transport.team.place(tensor) is not None  # type: ignore[attr-defined]
     group.all_reduce(tensor)
-    laws.same(tensor, torch.full((3 * PIECE,), float(sum(range(1, comm.world_size + 1)))))
+    same(tensor, torch.full((3 * PIECE,), float(sum(range(1, comm.world_size + 1)))))
     group.close()
 
 
