@@ -277,6 +277,8 @@ class Endpoint:
                 return None
             if tensor.device != self._transport.device or tensor.dtype != largest.dtype:
                 return None
+        if not self._progress.claim():
+            return None
         express.row.calls += 1
         express.row.sent_bytes += express.sent_bytes
         flat = (t if t.dim() == 1 == t.stride(0) else t.as_strided((t.numel(),), (1,)) for t in tensors)

@@ -160,6 +160,7 @@ class Progress(ABC):
         self._control = control
         self._now: Waiting | None = None
         self._now_what: Callable[[], str] = str
+        self._claimed = False  # a collective that is in no queue is under way
         self._ending = threading.Lock()
         self._ended = threading.Event()
         if control is not None:
@@ -187,8 +188,12 @@ class Progress(ABC):
     def busy(self) -> bool:
         """Whether anything is pending, or the communicator has failed."""
 
+    @abstractmethod
+    def claim(self) -> bool:
+        """Whether ``run`` may be called now, and must be: nothing is under way, and nothing starts before it ends."""
+
     def run(self, start: Callable[[], Pending], what: Callable[[], str], row: Row, where: str, timeout: float) -> None:
-        """Carry one collective of the backend's own from start to end, with nothing pending before it."""
+        """Carry one collective of the backend's own from start to end; after ``claim``."""
         self.calls += 1
         since = time.monotonic()
         self._now = Waiting(self.calls, "", since, timeout)
@@ -201,7 +206,11 @@ class Progress(ABC):
             operation.wait()
         finally:
             self._now = None
+            self._release()
             row.seconds += time.monotonic() - since
+
+    def _release(self) -> None:
+        self._claimed = False
 
     @abstractmethod
     def _finish(self, pending: Pending, deadline: float) -> None:
@@ -297,7 +306,7 @@ class Polling(Progress):
         with self._lock:
             if self._loose:
                 self._loose = [operation for operation in self._loose if not operation.advance()]
-            while self._queue and self._queue[0].advance():
+            while self._queue and not self._claimed and self._queue[0].advance():
                 self._queue.popleft()
 
     def drive(self, operation: Operation, timeout: float) -> None:
@@ -321,13 +330,22 @@ class Polling(Progress):
     def _first_of_all(self) -> Operation | None:
         """The one operation that can be waited for before any other; None where messages are under way beside it."""
         with self._lock:
+            if self._claimed:
+                return None
             if not self._loose:
                 return self._queue[0] if self._queue else None
             return self._loose[0] if len(self._loose) == 1 and not self._queue else None
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._loose) or self.failure is not None
+        return bool(self._queue or self._loose) or self._claimed or self.failure is not None
+
+    def claim(self) -> bool:
+        with self._lock:
+            if self.busy:
+                return False
+            self._claimed = True
+            return True
 
     def _finish(self, pending: Pending, deadline: float) -> None:
         if self._waits:
@@ -367,8 +385,8 @@ class Engine(Progress):
             return [*self._unfinished]
 
     def submit(self, operation: Operation, sync: bool) -> None:
-        inline = sync and not any(other.call for other in self.pending)
         with self._changed:
+            inline = sync and not self._claimed and not any(other.call for other in self.pending)
             self._unfinished.append(operation)
         if not operation.call:
             operation.begin()
@@ -391,7 +409,7 @@ class Engine(Progress):
     def _is_next(self, operation: Operation) -> bool:
         """Whether no earlier collective is under way: a caller may be carrying one out itself, on its own thread."""
         earlier = itertools.takewhile(lambda other: other is not operation, self._unfinished)
-        return operation.done or all(other.done or not other.call for other in earlier)
+        return operation.done or (not self._claimed and all(other.done or not other.call for other in earlier))
 
     def _block(self, operation: Operation) -> None:
         operation.block(time.monotonic() + operation.timeout)
@@ -400,7 +418,20 @@ class Engine(Progress):
 
     @property
     def busy(self) -> bool:
-        return self.failure is not None or any(not operation.done for operation in self._unfinished)
+        return self.failure is not None or self._claimed or any(not operation.done for operation in self._unfinished)
+
+    def claim(self) -> bool:
+        with self._changed:
+            if self.busy:
+                return False
+            self._claimed = True
+            return True
+
+    def _release(self) -> None:
+        self._claimed = False
+        if self._started:
+            with self._changed:
+                self._changed.notify_all()
 
     def _finish(self, pending: Pending, deadline: float) -> None:
         pending.wait(0, deadline)
