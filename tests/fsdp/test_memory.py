@@ -79,10 +79,16 @@ def held_at_rest(comm: Communicator, strategy: str | int, units: Any) -> int:
     return held[3] - held[2]
 
 
-@pytest.mark.parametrize("units", [None, [WideBlock]], ids=["whole", "units"])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 4])
-def test_bytes_at_rest(world_size: int, strategy: str | int, units: Any) -> None:
+PLAIN = {(1, "ddp", "whole"), (1, 3, "units"), (4, "ddp", "whole"), (4, 1, "units"), (4, 2, "units"), (4, 3, "units")}
+CASES = [(n, strategy, kind) for n in (1, 2, 4) for strategy in ("ddp", 0, 1, 2, 3) for kind in ("whole", "units")]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "kind"),
+    [pytest.param(*case, marks=() if case in PLAIN else pytest.mark.full) for case in CASES],
+)
+def test_bytes_at_rest(world_size: int, strategy: str | int, kind: str) -> None:
+    units = [WideBlock] if kind == "units" else None
     held = collectives.run(held_at_rest, strategy, units, n=world_size, timeout=50.0)[0]
     parameters = sum(p.numel() for p in WideNet().parameters())
     copies = world_size if strategy in ("ddp", 0) else 1

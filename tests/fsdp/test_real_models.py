@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ from fsdp import DistributedDataParallel, fully_shard, summon_full_params
 from tests.fsdp.models import difference, filled, full_state
 from tests.ranks import run_ranks
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[test]")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install -e .[test]"
+)
 STEPS, VOCABULARY = 5, 40
 MODELS = ["gpt2", "llama", "resnet"]
 
 
 def build(kind: str, seed: int = 0) -> Any:
+    import transformers  # here, and not while tests are collected: it takes seconds
+
     if kind == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
@@ -69,9 +74,13 @@ class ResNet(nn.Module):
 
 def units_of(kind: str) -> list[type[nn.Module]]:
     if kind == "gpt2":
-        return [transformers.models.gpt2.modeling_gpt2.GPT2Block]
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+        return [GPT2Block]
     if kind == "llama":
-        return [transformers.models.llama.modeling_llama.LlamaDecoderLayer]
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        return [LlamaDecoderLayer]
     return [Residual]
 
 
