@@ -13,7 +13,17 @@ from collectives.arguments import Flat
 from collectives.backend import Backend, Pending
 from collectives.schedules import SCHEDULES
 from collectives.schedules.arithmetic import Arithmetic, accumulation_dtype
-from collectives.schedules.executor import Chunks, Memory, Plan, Post, Posted, Scratch, execute
+from collectives.schedules.executor import (
+    MOVE_BYTES,
+    SEGMENT_BYTES,
+    Chunks,
+    Memory,
+    Plan,
+    Post,
+    Posted,
+    Scratch,
+    execute,
+)
 from collectives.schedules.round import Schedule
 from collectives.types import ReduceOp
 
@@ -72,7 +82,8 @@ class Collective:
                 planned = plan(schedule, backend.rank, backend.size, self.root)
                 acc_dtype = accumulation_dtype(self.dtype) if self.op is not None else self.dtype
                 memory = Memory(backend.size, self.input, self.output, self.dtype, acc_dtype, backend.device, scratch)
-                yield from execute(planned, memory, arithmetic, post)
+                segment_bytes = SEGMENT_BYTES if self.op is not None else MOVE_BYTES
+                yield from execute(planned, memory, arithmetic, post, segment_bytes)
             elif self.own is None and self.input is not None and self.output is not None:
                 self.output.tensor.copy_(self.input.tensor)
         for flat in flats:
@@ -110,4 +121,5 @@ class Collective:
 @lru_cache(maxsize=4096)
 def plan(schedule: Schedule, rank: int, size: int, root: int | None) -> Plan:
     """A schedule's rounds for a rank. Schedules are pure, so plans are kept."""
-    return Plan.of(schedule(rank, size) if root is None else schedule(rank, size, root))
+    alike = any(known.alike for known in SCHEDULES.values() if known.schedule is schedule)
+    return Plan.of(schedule(rank, size) if root is None else schedule(rank, size, root), alike)

@@ -163,8 +163,12 @@ class Endpoint:
         limit = self._transport.max_count
 
         def post(ops: Sequence[P2P]) -> Posted:
-            row.sent_bytes += sum(op.tensor.nbytes for op in ops if op.sends)
-            if any(op.tensor.numel() > limit for op in ops):
+            longest = 0
+            for sends, tensor, _ in ops:
+                longest = max(longest, tensor.numel())
+                if sends:
+                    row.sent_bytes += tensor.nbytes
+            if longest > limit:
                 ops = [op._replace(tensor=part) for op in ops for part in torch.split(op.tensor, limit)]
             return Posted(self._transport._post(ops, tag), len(ops))
 

@@ -24,6 +24,8 @@ from collectives.schedules.executor import Posted
 from collectives.statistics import Row
 from collectives.types import Work
 
+_LOOKS = 32  # at what is under way, before anything else is looked at
+
 
 class Operation(Work):
     """One call, from its start to its end.
@@ -80,14 +82,17 @@ class Operation(Work):
     def exception(self) -> BaseException | None:
         return self.error
 
-    def advance(self) -> bool:
-        """Go as far as polling allows. True at the end."""
+    def advance(self, looks: int = 1) -> bool:
+        """Go as far as polling allows, and give up after ``looks`` in vain. True at the end."""
         if not self._lock.acquire(blocking=False):
             return self.done  # another thread is at it
         try:
             with torch.inference_mode():
-                while self._flying is None or self._flying.pending.poll():
-                    self._flying = next(self._steps)
+                while looks:
+                    if self._flying is None or self._flying.pending.poll():
+                        self._flying = next(self._steps)
+                    else:
+                        looks -= 1
         except StopIteration:
             self.end(None)
         except Exception as error:
@@ -302,11 +307,12 @@ class Polling(Progress):
     def poll(self, operation: Operation) -> None:
         self._advance()
 
-    def _advance(self) -> None:
+    def _advance(self, looks: int = 1) -> None:
         with self._lock:
             if self._loose:
                 self._loose = [operation for operation in self._loose if not operation.advance()]
-            while self._queue and not self._claimed and self._queue[0].advance():
+                looks = 1
+            while self._queue and not self._claimed and self._queue[0].advance(looks):
                 self._queue.popleft()
 
     def drive(self, operation: Operation, timeout: float) -> None:
@@ -317,11 +323,12 @@ class Polling(Progress):
             if operation.done:
                 return
         turn = 0
+        looks = 1 if self._crowded or self._waits else _LOOKS  # what is tried in vain costs others their turn
         while True:
-            self._advance()
+            self._advance(looks)
             if operation.done:
                 return
-            turn += 1
+            turn += looks
             try:
                 self._pause(turn, deadline)
             except CommTimeoutError as error:
@@ -363,7 +370,7 @@ class Polling(Progress):
         if turn & 31 == 0 and time.monotonic() > deadline:
             raise CommTimeoutError("nothing came in time")
         if self._crowded or self._waits:
-            time.sleep(0 if turn < 50 else 2e-4)
+            os.sched_yield() if turn < 100 else time.sleep(1e-4)
         elif turn & 255 == 0:
             os.sched_yield()
 

@@ -70,6 +70,9 @@ class Arithmetic:
         """``into`` = the terms combined left to right, rounded once; divided if ``final`` and AVG."""
         first, *others = terms
         final = final and self.op is ReduceOp.AVG
+        if len(others) == 1 and not final and into.dtype == first.dtype == self.acc_dtype:
+            self.function(first, others[0], out=into)  # the usual case, in which time in Python counts
+            return
         if not others and not final:
             into.copy_(first)
             return

@@ -17,10 +17,12 @@ from collectives.schedules.arithmetic import Arithmetic
 from collectives.schedules.round import ACC, IN, OUT, RX, Buf, Round, Span
 from collectives.types import P2P
 
-# A segment is small enough to be still in the cache when it is added, and large enough to outweigh a message's fixed
-# cost; LANES of them are under way at a time.
-SEGMENT_BYTES = 512 * 1024
-LANES = 8
+# What is added is cut into segments, so that it is still in the cache when it is added, and that one can be added while
+# the next is on its way: LANES of them are. Smaller ones cost more in messages than they save. What is only moved is
+# cut for the second reason alone.
+SEGMENT_BYTES = 1024 * 1024
+MOVE_BYTES = 8 * 1024 * 1024
+LANES = 2
 
 
 class Posted(NamedTuple):
@@ -51,14 +53,20 @@ def even_cuts(numel: int, size: int) -> list[int]:
 
 
 class Plan(NamedTuple):
-    """A schedule's rounds for one rank, and what executing them takes: scratch slots; whether all spans are chunks."""
+    """A schedule's rounds for one rank, and what executing them takes.
+
+    ``slots``: of scratch. ``chunkwise``: all spans are one chunk. ``moves``: how many rounds at the end only move
+    chunks of IN and OUT, on this rank and on all others.
+    """
 
     rounds: tuple[Round, ...]
     slots: dict[Buf, int]
     chunkwise: bool
+    moves: int = 0
 
     @classmethod
-    def of(cls, rounds: Iterable[Round]) -> Plan:
+    def of(cls, rounds: Iterable[Round], alike: bool = False) -> Plan:
+        """``alike``: every rank does the same, rotated."""
         rounds = tuple(rounds)
         spans = [
             span
@@ -69,7 +77,12 @@ class Plan(NamedTuple):
             )
         ]
         slots = {buf: max((s.first + s.count for s in spans if s.buf is buf), default=0) for buf in (ACC, RX)}
-        return cls(rounds, slots, all(span.count == 1 for span in spans))
+        moves = len(list(itertools.takewhile(_only_moves, reversed(rounds)))) if alike else 0
+        return cls(rounds, slots, all(span.count == 1 for span in spans), moves)
+
+
+def _only_moves(round: Round) -> bool:
+    return not round.then and all(span.buf in (IN, OUT) for _, span in (*round.sends, *round.recvs))
 
 
 class Scratch:
@@ -178,28 +191,23 @@ def execute(
     """Carry out a schedule over ``memory``. Yields what must be done before it continues."""
     elements = max(1, segment_bytes // memory.acc_dtype.itemsize)
     longest = memory.longest
+    if plan.moves == len(plan.rounds):
+        plan = plan._replace(moves=0)  # nothing to be added first: lanes as long as all of them together
     if plan.chunkwise and longest > elements:
         return _in_lanes(plan, memory, arithmetic, post, elements, longest)
     return _round_by_round(plan, memory, arithmetic, post, elements, longest)
 
 
-class _Segmented(NamedTuple):
-    """A chunk to be cut into segments. In scratch a lane's segments follow each other in one place."""
-
-    tensor: torch.Tensor
-    length: int
-    scratch: bool
-
-    def cut(self, j: int, elements: int) -> torch.Tensor:
-        start = j % LANES * elements if self.scratch else j * elements
-        return self.tensor[start : start + max(0, min(elements, self.length - j * elements))]
-
-
 class _Step(NamedTuple):
-    """A round, its spans resolved."""
+    """A round, its spans cut into segments: None from where a chunk is shorter than the longest."""
 
-    messages: list[tuple[bool, int, _Segmented]]  # sends, peer, what
-    sums: list[tuple[_Segmented, list[_Segmented], bool]]  # into, terms, whether into is OUT
+    messages: list[tuple[bool, int, Sequence[torch.Tensor | None]]]  # sends, peer, segments
+    sums: list[tuple[Sequence[torch.Tensor | None], list[Sequence[Any]], bool]]  # into, terms, whether into is OUT
+
+    def start(self, j: int, post: Post) -> Posted | None:
+        """Post segment ``j``'s messages."""
+        ops = [P2P(sends, tensor, peer) for sends, peer, cut in self.messages if (tensor := cut[j]) is not None]
+        return post(ops) if ops else None
 
 
 def _in_lanes(
@@ -208,43 +216,48 @@ def _in_lanes(
     """Where every span is one chunk, segment j of a round depends only on segment j of the rounds before.
 
     So segments go through the rounds in LANES, each posted as soon as it is done with the round before: a ring keeps
-    sending, receiving and adding at the same time, in scratch that stays in the cache. All ranks post in one order.
+    sending, receiving and adding at the same time, in scratch that stays in the cache. Rounds at the end that only move
+    take all lanes' segments as one message. All ranks post in one order.
     """
     resolver = _Resolver(plan, memory, min(longest, LANES * elements))
+    segments, together = -(-longest // elements), LANES * elements
 
-    def resolve(span: Span) -> _Segmented:
+    def cut(span: Span, elements: int) -> Sequence[torch.Tensor | None]:
         (place,) = resolver.places(span)
-        length = resolver.length(place)
         if span.buf in (IN, OUT):
-            return _Segmented(resolver.tensor(place), length, False)
-        return _Segmented(resolver.slot(place), length, True)
+            tensor = resolver.tensor(place)
+            cuts: list[torch.Tensor | None] = [*tensor.split(elements)] if tensor.numel() else []
+        else:
+            whole, rest = divmod(resolver.length(place), elements)
+            lanes = resolver.slot(place).split(elements)
+            cuts = [lanes[j % LANES] for j in range(whole)]
+            cuts += [lanes[whole % LANES][:rest]] if rest else []
+        return cuts + [None] * (segments - len(cuts))
 
     steps = []
-    for round in plan.rounds:
-        messages = [(True, peer, resolve(span)) for peer, span in round.sends]
+    for number, round in enumerate(plan.rounds):
+        size = elements if number < len(plan.rounds) - plan.moves else together
+        messages = [(True, peer, cut(span, size)) for peer, span in round.sends]
         resolver.measure(round)
-        messages += [(False, peer, resolve(span)) for peer, span in round.recvs]
-        sums = [(resolve(t.into), [resolve(term) for term in t.terms], t.into.buf is OUT) for t in round.then]
+        # Receives first: they are awaited in this order, and when one has come its send has mostly gone too.
+        messages = [*((False, peer, cut(span, size)) for peer, span in round.recvs), *messages]
+        sums = [(cut(t.into, size), [cut(term, size) for term in t.terms], t.into.buf is OUT) for t in round.then]
         steps.append(_Step(messages, sums))
-
-    def start(k: int, j: int) -> Posted | None:
-        ops = [P2P(sends, what.cut(j, elements), peer) for sends, peer, what in steps[k].messages]
-        ops = [op for op in ops if op.tensor.numel()]
-        return post(ops) if ops else None
-
-    segments = -(-longest // elements)
-    flying = [start(0, lane) for lane in range(min(LANES, segments))]
+    adding, moving = steps[: len(steps) - plan.moves], steps[len(steps) - plan.moves :]
+    flying = [adding[0].start(lane, post) for lane in range(min(LANES, segments))]
     for first in range(0, segments, LANES):
-        for k, step in enumerate(steps):
+        for k, step in enumerate(adding):
             for j in range(first, min(first + LANES, segments)):
                 if (posted := flying[j % LANES]) is not None:
                     yield posted
                 for into, terms, is_out in step.sums:
-                    target = into.cut(j, elements)
-                    if target.numel():
-                        arithmetic.combine(target, [term.cut(j, elements) for term in terms], is_out)
-                following = (k + 1, j) if k + 1 < len(steps) else (0, j + LANES)
-                flying[j % LANES] = start(*following) if following[1] < segments else None
+                    if (target := into[j]) is not None:
+                        arithmetic.combine(target, [term[j] for term in terms], is_out)
+                following, then = (k + 1, j) if k + 1 < len(adding) else (0, j + LANES)
+                flying[j % LANES] = adding[following].start(then, post) if then < segments else None
+        for step in moving:
+            if (posted := step.start(first // LANES, post)) is not None:
+                yield posted
 
 
 def _round_by_round(
@@ -256,19 +269,19 @@ def _round_by_round(
     """
     resolver = _Resolver(plan, memory, longest)
     for round in plan.rounds:
-        ops = []
+        sends = []
         for peer, span in round.sends:
             pieces = resolver.joined(span)
-            ops.append(P2P(True, pieces[0] if len(pieces) == 1 else torch.cat(pieces), peer))
+            sends.append(P2P(True, pieces[0] if len(pieces) == 1 else torch.cat(pieces), peer))
         resolver.measure(round)
-        unpack = []
+        ops, unpack = [], []
         for peer, span in round.recvs:
             pieces = resolver.joined(span)
             wire = pieces[0] if len(pieces) == 1 else pieces[0].new_empty(sum(piece.numel() for piece in pieces))
             ops.append(P2P(False, wire, peer))
             if len(pieces) > 1:
                 unpack.append((wire, pieces))
-        ops = [op for op in ops if op.tensor.numel()]
+        ops = [op for op in (*ops, *sends) if op.tensor.numel()]
         if ops:
             yield post(ops)
         for wire, pieces in unpack:
