@@ -226,10 +226,10 @@ def _in_lanes(
         (place,) = resolver.places(span)
         if span.buf in (IN, OUT):
             tensor = resolver.tensor(place)
-            cuts: list[torch.Tensor | None] = [*tensor.split(elements)] if tensor.numel() else []
+            cuts: list[torch.Tensor | None] = [*torch.split(tensor, elements)] if tensor.numel() else []
         else:
             whole, rest = divmod(resolver.length(place), elements)
-            lanes = resolver.slot(place).split(elements)
+            lanes = torch.split(resolver.slot(place), elements)
             cuts = [lanes[j % LANES] for j in range(whole)]
             cuts += [lanes[whole % LANES][:rest]] if rest else []
         return cuts + [None] * (segments - len(cuts))
