@@ -50,6 +50,7 @@ def law_from_mpi(comm: Communicator, layers: tuple[str, ...]) -> tuple[int, int,
     return mine.rank, mine.local_world_size, total.tolist(), ranks.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [(), ("ring",)])
 def test_from_mpi_has_the_ranks_of_that_communicator(layers: tuple[str, ...]) -> None:
     results = run_ranks(law_from_mpi, layers, world_size=3, backend="mpi")

@@ -87,6 +87,7 @@ def test_one_rank(launcher: str) -> None:
     check_job(start(launcher, n=1), n=1)
 
 
+@pytest.mark.full
 def test_stale_plain_variables_lose_under_mpirun() -> None:
     """Case L3: mpirun of two ranks in a shell that still exports a world of one."""
     process = start("mpirun", "--backend", "gloo", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -161,6 +162,7 @@ def test_plain_variables_are_enough() -> None:
     assert [ranks_of(finish(job)[1])[0]["rank"] for job in jobs] == [0, 1]
 
 
+@pytest.mark.full
 def test_setting_up_has_a_time_out_of_its_own() -> None:
     """Case L9: a rank comes later than a call may take."""
     check_job(start("launch", "--backend", "gloo", "--timeout", "2", "--late", "4"))
@@ -196,7 +198,7 @@ def test_ranks_end_well_with_and_without_close(how: str) -> None:
 # python -m collectives.info, and the starters to copy
 
 
-@pytest.mark.parametrize("launcher", [FULL(""), FULL("launch"), "mpirun", FULL("torchrun")])
+@pytest.mark.parametrize("launcher", ["launch", FULL(""), FULL("mpirun"), FULL("torchrun")])
 def test_info(launcher: str) -> None:
     n = 2 if launcher else 1
     code, out, err = finish(start(launcher, n=n, module="collectives.info"))
