@@ -30,9 +30,9 @@ def answers(comm: Communicator) -> dict[Key, Support]:
     return dict(comm.capabilities())
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo", "mpi", "ring+gloo"], ids=lambda name: f"on-{name}")
-def test_every_question_is_answered(backend: str) -> None:
-    first, second = run_ranks(answers, backend=backend, world_size=2)
+@pytest.mark.parametrize(("backend", "world_size"), [("threads", 2), ("gloo", 2), ("mpi", 3), ("ring+gloo", 3)])
+def test_every_question_is_answered(backend: str, world_size: int) -> None:
+    first, second = run_ranks(answers, backend=backend, world_size=world_size)[:2]
     assert first == second
     assert set(first) == set(keys())
     assert set(first.values()) <= {"native", "emulated", "no"}

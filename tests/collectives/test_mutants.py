@@ -11,7 +11,7 @@ from tests.collectives.mutants import CALL_TIMEOUT, MUTANTS, healthy
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_caught(name: str) -> None:
     factory, group = MUTANTS[name]
-    report = conformance.run(factory, 3, groups=[group], timeout=8.0, call_timeout=CALL_TIMEOUT, max_failures=1)
+    report = conformance.run(factory, 3, groups=[group], timeout=5.0, call_timeout=CALL_TIMEOUT, max_failures=1)
     assert not report.ok, f"{name} passed for healthy"
     assert report.findings[0].group == group
     assert report.findings[0].errors

@@ -116,9 +116,9 @@ def in_another_communicator(comm: Communicator, backend: str) -> str:
         return text
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.full)], ids=lambda b: f"on-{b}")
-def test_init_takes_it_and_groups_inherit_it(backend: str) -> None:
-    for text in run_ranks(in_another_communicator, backend, backend=backend, world_size=3):
+@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 3), pytest.param("mpi", 3, marks=pytest.mark.full)])
+def test_init_takes_it_and_groups_inherit_it(backend: str, world_size: int) -> None:
+    for text in run_ranks(in_another_communicator, backend, backend=backend, world_size=world_size):
         assert "rank 2 called broadcast (4 x float32, root 1)" in text
 
 
