@@ -237,6 +237,12 @@ class Communicator(Endpoint):
         for op in ops:
             check_rank("dst" if op.sends else "src", op.peer, self.world_size)
         flats = [self._flat(op.tensor, "tensor", written=not op.sends) for op in ops]
+        if self._buffers and any(
+            self._shared(flat.tensor) for op, flat in zip(ops, flats, strict=True) if not op.sends
+        ):
+            raise ValueError(
+                "a receive into a shared buffer, which all ranks of a host have in common; use another tensor"
+            )
         pairs = list(zip(ops, flats, strict=True))
         wire = []
         for op, flat in sorted(pairs, key=lambda pair: not pair[0].sends):
@@ -321,7 +327,7 @@ class Communicator(Endpoint):
         Collective: the same ``numel`` and ``dtype`` on all ranks. It lives until every rank has released it, or let go
         of all tensors that show it.
         """
-        if not self._transport.shares or not numel:
+        if not self._transport.shares or not numel or self.device.type != "cpu":
             return None
         rows = self._gather_ints(self._transport._offer_shared(numel, dtype), numel, dtype.itemsize)
         offers, numels, sizes = rows[::3], rows[1::3], rows[2::3]

@@ -202,28 +202,31 @@ class Endpoint:
             self._expresses[key] = Express(what, row, call.least_bytes(self.world_size, self.rank))
         return self._start(what, steps, row, async_op, timeout)
 
+    def _shared(self, tensor: torch.Tensor) -> SharedBuffer | None:
+        """The shared buffer that ``tensor`` shows, or a part of."""
+        place = tensor.data_ptr()
+        for buffer in self._buffers:
+            if 0 <= place - buffer.tensor.data_ptr() < buffer.tensor.nbytes:
+                return buffer
+        return None
+
     def _check_shared(self, call: Collective, choice: str | Schedule) -> None:
         """A buffer that a host has once is written by nothing but an all_gather or broadcast of all of it."""
-        if call.output is None:
+        buffer = None if call.output is None else self._shared(call.output.tensor)
+        if buffer is None:
             return
-        tensor = call.output.tensor
-        for buffer in self._buffers:
-            whole = buffer.tensor
-            start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
-            if not start <= tensor.data_ptr() < end:
-                continue
-            if call.operation not in ("all_gather", "broadcast") or tensor.numel() != whole.numel():
-                raise ValueError(
-                    f"{call} would write into a shared buffer, which all ranks of a host have in common; expected a "
-                    "tensor of this rank's own, or an all_gather or broadcast of the whole buffer"
-                )
-            if choice != NATIVE:
-                raise ValueError(f"{call} into a shared buffer runs by shared memory only; leave algorithm out")
-            if not buffer.retired:
-                raise ValueError(
-                    f"{call} into a shared buffer whose last contents this rank has not retired; call retire() when "
-                    "it has read them"
-                )
+        if call.operation not in ("all_gather", "broadcast") or call.numel != buffer.tensor.numel():
+            raise ValueError(
+                f"{call} would write into a shared buffer, which all ranks of a host have in common; expected a tensor "
+                "of this rank's own, or an all_gather or broadcast of the whole buffer"
+            )
+        if choice != NATIVE:
+            raise ValueError(f"{call} into a shared buffer runs by shared memory only; leave algorithm out")
+        if not buffer.retired:
+            raise ValueError(
+                f"{call} into a shared buffer whose last contents this rank has not retired; call retire() when it has "
+                "read them"
+            )
 
     def _agree(self, call: Collective, what: Callable[[], str], row: Row) -> Iterator[Posted]:
         number = self._progress.calls + 1

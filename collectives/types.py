@@ -70,11 +70,18 @@ class Work(ABC):
 class SharedBuffer(ABC):
     """One buffer a host, mapped by all its ranks, made by ``Communicator.allocate_shared``.
 
-    ``tensor`` (1-D) may be the output of an all_gather, or what a broadcast carries, whole; no other operation writes
-    it. In an all_gather each rank writes its own part, or nothing where its input is that part already.
+    ``tensor`` (1-D) is for reading: it may be the output of an all_gather, or what a broadcast carries, whole, and any
+    other write to it ends the process. In an all_gather each rank writes its own part, or nothing where its input is
+    that part already: ``part`` gives what a rank may write itself. ``one_host`` says that all ranks of the communicator
+    have this one buffer.
     """
 
     tensor: torch.Tensor
+    one_host: bool
+
+    @abstractmethod
+    def part(self, start: int, end: int) -> torch.Tensor:
+        """Elements ``start`` to ``end``, to write, while every local rank has retired; no two ranks the same ones."""
 
     @property
     @abstractmethod
@@ -84,6 +91,18 @@ class SharedBuffer(ABC):
     @abstractmethod
     def retire(self) -> None:
         """This rank has read what it needs; when all local ranks have, the buffer may be filled again."""
+
+    @abstractmethod
+    def wait_retired(self, timeout: float) -> None:
+        """Return when every local rank has retired the last use. Raises ``CommError``, at the latest after ``timeout``
+        seconds."""
+
+    @abstractmethod
+    def guard(self, start: int, end: int, on: bool) -> None:
+        """For debugging: while ``on``, a write of this rank to these elements ends it, with a traceback of the writer.
+
+        Whole pages of memory only.
+        """
 
     @abstractmethod
     def release(self) -> None:

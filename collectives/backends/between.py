@@ -194,21 +194,20 @@ def broadcast(hosts: Hosts, call: Call, tensor: torch.Tensor, src: int) -> Steps
             yield posted
 
 
-def all_gather_shared(
-    hosts: Hosts, call: Call, buffer: HostBuffer, output: torch.Tensor, input: torch.Tensor, cuts: Sequence[int]
-) -> Steps:
+def all_gather_shared(hosts: Hosts, call: Call, buffer: HostBuffer, input: torch.Tensor, cuts: Sequence[int]) -> Steps:
     """Into one buffer a host: everybody writes its own part, and what comes for it from other hosts.
 
     Where a rank's input is its part of the buffer, and there is one host, nothing is left but to meet.
     """
-    mine = output[cuts[hosts.rank] : cuts[hosts.rank + 1]]
-    writes = input.numel() > 0 and input.data_ptr() != mine.data_ptr()
+    mine = buffer.part(cuts[hosts.rank], cuts[hosts.rank + 1])
+    same = (mine.data_ptr(), buffer.tensor[cuts[hosts.rank] :].data_ptr())
+    writes = input.numel() > 0 and input.data_ptr() not in same
     if (writes or len(hosts.nodes) > 1) and not buffer.all_retired():
         yield buffer.all_retired
     buffer.fill()
     receivers = [hosts.helper(n, hosts.rank) for n in range(len(hosts.nodes)) if n != hosts.home]
     ops = [P2P.send(input, receiver) for receiver in receivers if input.numel()]
-    parts = ((rank, output[cuts[rank] : cuts[rank + 1]]) for rank in hosts.helped(hosts.rank))
+    parts = ((rank, buffer.part(cuts[rank], cuts[rank + 1])) for rank in hosts.helped(hosts.rank))
     ops += [P2P.recv(part, rank) for rank, part in parts if part.numel()]
     posted = hosts.post(ops) if ops else None
     if writes:
@@ -218,12 +217,13 @@ def all_gather_shared(
     yield from _begin(hosts.team, call, 0)
 
 
-def broadcast_shared(hosts: Hosts, call: Call, buffer: HostBuffer, tensor: torch.Tensor, src: int) -> Steps:
+def broadcast_shared(hosts: Hosts, call: Call, buffer: HostBuffer, src: int) -> Steps:
     """From the source's host, where the buffer holds it already, to one rank of every other host."""
     at_home = src in hosts.nodes[hosts.home]
     if not at_home and not buffer.all_retired():
         yield buffer.all_retired
     buffer.fill()
+    tensor = buffer.part(0, buffer.tensor.numel())
     if hosts.rank == src:
         receivers = [hosts.helper(n, src) for n, node in enumerate(hosts.nodes) if src not in node]
         if receivers:

@@ -58,7 +58,6 @@ class Neighbours:
         return next(node for node in self.nodes if self.rank in node)
 
     def close(self) -> None:
-        self.heap.close()
         for fd in self.pidfds.values():
             os.close(fd)
         for segment in self.segments.values():
@@ -131,6 +130,7 @@ class _Meeting:
         self.deadline = deadline
         self.heap: Heap | None = None
         self.files: dict[int, tuple[int, int]] = {}  # rank -> its memory and process, or -1
+        self.segments: dict[int, Segment] = {}  # made of the former
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.note: dict[str, Any] = {"why": why_not()}
         if not self.note["why"]:
@@ -169,7 +169,7 @@ class _Meeting:
         reachers = self._who_reaches(reached)
         mutual = [rank for rank in reached if rank in reachers]
         why = ""
-        segments: dict[int, Segment] = {me: self.heap}
+        segments = self.segments
         try:
             self._pass_files({rank: notes[rank]["address"] for rank in mutual})
             for rank in mutual:
@@ -186,20 +186,20 @@ class _Meeting:
         nodes = [ranks for ranks in nodes if ranks]
         if any(len(ranks) != answers[rank]["count"] for ranks in nodes for rank in ranks):
             raise UnsupportedError("some ranks of one host reach each other and others do not")
-        for memory, _ in self.files.values():
-            os.close(memory)
         cores = reduce(int.__or__, (int(notes[rank]["cores"], 16) for rank in node))
         allowed = min(cores.bit_count(), max(notes[rank]["quota"] for rank in node))
         pidfds = {rank: process for rank, (_, process) in self.files.items() if process >= 0}
-        return Neighbours(me, nodes, self.heap, segments, pidfds, crowded=len(node) > allowed)
+        return Neighbours(me, nodes, self.heap, {me: self.heap, **segments}, pidfds, crowded=len(node) > allowed)
 
     def abandon(self) -> None:
-        if self.heap is not None:
-            self.heap.close()
-        for fds in self.files.values():
-            for fd in fds:
-                with contextlib.suppress(OSError):  # closed already, or never there
-                    os.close(fd)
+        for segment in (self.heap, *self.segments.values()):
+            if segment is not None:
+                segment.drop()
+        for rank, (memory, process) in self.files.items():
+            if rank not in self.segments:
+                os.close(memory)
+            if process >= 0:
+                os.close(process)
 
     def _tell(self, note: dict[str, Any]) -> list[bytes]:
         note["why"] = note["why"][: _NOTE // 4]

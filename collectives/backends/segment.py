@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import mmap
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
+import numpy
 import torch
 
 from collectives.errors import CommError
@@ -32,11 +35,12 @@ class Segment:
     """A rank's file, mapped here.
 
     Args:
-        fd: the file; it stays open and the caller's.
+        fd: the file, which is closed by ``drop``.
         size: its length in bytes.
     """
 
     def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
         self.size = size
         self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
         with contextlib.suppress(OSError):
@@ -56,9 +60,28 @@ class Segment:
         weakref.finalize(memory, forget).atexit = False
         return torch.frombuffer(memory, dtype=dtype)
 
+    def show(self, offset: int, numel: int, dtype: torch.dtype, forget: Callable[[], object]) -> torch.Tensor:
+        """The same, at another address that is for reading only; ``offset`` is that of a page."""
+        nbytes = numel * dtype.itemsize
+        pages = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ, offset=offset)
+        # torch would warn of a buffer that Python knows to be read-only.
+        memory = _bytes(nbytes).from_address(numpy.frombuffer(pages, numpy.uint8).ctypes.data)
+        memory.pages = pages
+        weakref.finalize(memory, forget).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def protect(self, tensor: torch.Tensor, on: bool) -> None:
+        """Whether writing to the pages that lie wholly in ``tensor`` ends this process."""
+        first = -(-tensor.data_ptr() // PAGE) * PAGE
+        end = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE
+        allowed = mmap.PROT_READ if on else mmap.PROT_READ | mmap.PROT_WRITE
+        if first < end and ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(first), end - first, allowed):
+            raise OSError(ctypes.get_errno(), "mprotect failed")
+
     def drop(self) -> None:
         """Unmap, as soon as nobody holds a tensor of it any more."""
         del self._bytes, self._map, self.words
+        os.close(self.fd)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in this file; None where it does not, or at no multiple of its item size."""
@@ -77,12 +100,12 @@ class Heap(Segment):
         """``neighbours``: how many ranks are on this host, each with a file that all map."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         size = min(memory, _ADDRESSABLE // max(1, neighbours)) // PAGE * PAGE
-        self.fd = os.memfd_create("collectives", os.MFD_CLOEXEC)
+        fd = os.memfd_create("collectives", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, size)
-            super().__init__(self.fd, size)
+            os.ftruncate(fd, size)
+            super().__init__(fd, size)
         except BaseException:
-            os.close(self.fd)
+            os.close(fd)
             raise
         self._free = [(0, size)]  # (offset, size), ascending, never touching
         self._sizes: dict[int, int] = {}
@@ -149,7 +172,11 @@ class Heap(Segment):
         else:
             self._free.insert(i, (offset, size))
 
-    def close(self) -> None:
-        """No peer can map it from now on. The memory is gone when its last tensor is."""
-        os.close(self.fd)
+    def drop(self) -> None:
         self._doomed.clear()
+        super().drop()
+
+
+@lru_cache(maxsize=64)
+def _bytes(count: int) -> Any:
+    return ctypes.c_ubyte * count

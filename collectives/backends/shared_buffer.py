@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import sys
+import time
 from collections.abc import Sequence
 
 import torch
 
 from collectives.backends.segment import PAGE, Segment
+from collectives.backends.signals import Signals
 from collectives.types import SharedBuffer
 
 _LINE = 8  # words from one member's line to the next
-_RETIRED, _RELEASED = 0, 1  # words of a line
+_RETIRED, _RELEASED = 0, 1  # words of a line: uses retired, and tensors gone of the two that show the buffer
 
 
 def header_bytes(members: int) -> int:
@@ -30,23 +35,45 @@ class HostBuffer(SharedBuffer):
     Args:
         segment: that member's memory.
         offset: of the header in it.
+        signals: the members' lines, for waiting.
         members: how many there are, and ``me`` this one's index.
         numel, dtype: of the tensor.
+        one_host: the team is the whole communicator.
     """
 
-    def __init__(self, segment: Segment, offset: int, members: int, me: int, numel: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        offset: int,
+        signals: Signals,
+        members: int,
+        me: int,
+        numel: int,
+        dtype: torch.dtype,
+        one_host: bool,
+    ) -> None:
         self.offset = offset
+        self.one_host = one_host
         self._fills = 0
-        self._words = segment.words
-        first = offset // 8
-        self._lines = [first + member * _LINE for member in range(members)]
+        self._segment = segment
+        self._signals = signals
+        self._words = words = segment.words
+        self._lines = [offset // 8 + member * _LINE for member in range(members)]
         self._mine = self._lines[me]
-        words, released = segment.words, self._mine + _RELEASED
+        released = self._mine + _RELEASED
 
         def forget() -> None:
-            words[released] = 1
+            words[released] += 1
 
-        self.tensor = segment.lend(offset + header_bytes(members), numel, dtype, forget)
+        first = offset + header_bytes(members)
+        self.tensor = segment.show(first, numel, dtype, forget)
+        self._writable = segment.lend(first, numel, dtype, forget)
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
+                faulthandler.enable(sys.__stderr__)
+
+    def part(self, start: int, end: int) -> torch.Tensor:
+        return self._writable[start:end]
 
     @property
     def retired(self) -> bool:
@@ -64,11 +91,18 @@ class HostBuffer(SharedBuffer):
         words, fills = self._words, self._fills
         return all(words[line + _RETIRED] >= fills for line in self._lines)
 
+    def wait_retired(self, timeout: float) -> None:
+        if not self.all_retired():
+            self._signals.wait(self.all_retired, time.monotonic() + timeout)
+
+    def guard(self, start: int, end: int, on: bool) -> None:
+        self._segment.protect(self._writable[start:end], on)
+
     def release(self) -> None:
         self.retire()
-        self.tensor = self.tensor.new_empty(0)
+        self.tensor = self._writable = torch.empty(0, dtype=self.tensor.dtype)
 
 
 def all_released(words: memoryview, offset: int, members: Sequence[int]) -> bool:
     """Whether no tensor of any of these members shows the buffer any more."""
-    return all(words[offset // 8 + member * _LINE + _RELEASED] for member in members)
+    return all(words[offset // 8 + member * _LINE + _RELEASED] >= 2 for member in members)

@@ -321,7 +321,7 @@ class ShmBackend(Backend):
         buffer = self._buffers.get(output.data_ptr()) if self._buffers else None
         if buffer is not None:
             call = describe("all_gather into a shared buffer", input.dtype, buffer.offset, cuts=tuple(cuts))
-            return self._running.start(between.all_gather_shared(self._hosts, call, buffer, output, input, cuts))
+            return self._running.start(between.all_gather_shared(self._hosts, call, buffer, input, cuts))
         if self._one_host:
             return self._running.start(inside.all_gather(self.team, call, output, input, cuts))
         return self._running.start(between.all_gather(self._hosts, call, output, input, cuts))
@@ -330,7 +330,7 @@ class ShmBackend(Backend):
         buffer = self._buffers.get(tensor.data_ptr()) if self._buffers else None
         if buffer is not None:
             call = describe("broadcast of a shared buffer", tensor.dtype, buffer.offset, root=src)
-            return self._running.start(between.broadcast_shared(self._hosts, call, buffer, tensor, src))
+            return self._running.start(between.broadcast_shared(self._hosts, call, buffer, src))
         call = describe("broadcast", tensor.dtype, tensor.numel(), root=src)
         if self._one_host:
             return self._running.start(inside.broadcast(self.team, call, tensor, src))
@@ -362,7 +362,10 @@ class ShmBackend(Backend):
     def _map_shared(self, numel: int, dtype: torch.dtype, offers: Sequence[int]) -> HostBuffer:
         keeper = self.team.ranks[0]
         segment = self._neighbours.segments[self._roots[keeper]]
-        buffer = HostBuffer(segment, offers[keeper], self.team.size, self.team.me, numel, dtype)
+        members, me = self.team.size, self.team.me
+        buffer = HostBuffer(
+            segment, offers[keeper], self.team.signals, members, me, numel, dtype, one_host=self._one_host
+        )
         self._buffers[buffer.tensor.data_ptr()] = buffer
         return buffer
 

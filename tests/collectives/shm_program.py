@@ -86,6 +86,33 @@ def killed(how: str) -> None:
     os._exit(0)
 
 
+def overwrites(what: str) -> None:
+    """The last rank writes into memory that others read."""
+    comm = collectives.init("shm+gloo", timeout=30.0)
+    buffer = comm.allocate_shared(NUMEL * comm.world_size, torch.float32)
+    assert buffer is not None
+    own = comm.rank * NUMEL, (comm.rank + 1) * NUMEL
+    mine = buffer.part(*own)
+    buffer.guard(*own, True)
+    buffer.guard(*own, False)
+    mine.fill_(comm.rank)
+    comm.all_gather(buffer.tensor, mine)
+    buffer.guard(*own, True)
+    if comm.rank == comm.world_size - 1:
+        the_offender(buffer.tensor if what == "tensor" else mine)
+    try:
+        comm.barrier()
+    except CommError:
+        assert buffer.tensor[0] == 0
+        assert buffer.tensor[-1] == comm.world_size - 1
+        print(f"rank {comm.rank} reads on", flush=True)
+        os._exit(0)
+
+
+def the_offender(tensor: torch.Tensor) -> None:
+    tensor.numpy()[:] = 7
+
+
 def forked() -> None:
     comm = collectives.init("shm+gloo", timeout=30.0)
     works(comm)
@@ -123,6 +150,8 @@ def main(what: str, *arguments: str) -> None:
         open_and_close(int(arguments[0]))
     elif what == "killed":
         killed(arguments[0])
+    elif what == "overwrites":
+        overwrites(arguments[0])
     elif what == "forked":
         forked()
     elif what == "refused":

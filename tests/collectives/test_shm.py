@@ -161,7 +161,7 @@ def law_shared_buffer(comm: Communicator, nodes: list[int] | None) -> None:
     for numel in (5, 1000, PIECE):
         buffer = group.allocate_shared(numel * w, torch.float32)
         assert buffer is not None
-        mine = buffer.tensor[r * numel : (r + 1) * numel]
+        mine = buffer.part(r * numel, (r + 1) * numel)
         for turn in range(10):
             inputs = [noise(rank + 10 * turn, numel, torch.float32) for rank in range(w)]
             source = inputs[r]
@@ -181,13 +181,14 @@ def law_shared_buffer(comm: Communicator, nodes: list[int] | None) -> None:
             buffer.retire()
         group.barrier()
         if r == w - 1:
-            buffer.tensor.copy_(noise(7, numel * w, torch.float32))
+            buffer.part(0, numel * w).copy_(noise(7, numel * w, torch.float32))
         group.broadcast(buffer.tensor, w - 1)
         same(buffer.tensor, noise(7, numel * w, torch.float32))
         buffer.retire()
         writes_of_others = [
             (group.all_reduce, (buffer.tensor,), {}),
-            (group.reduce_scatter, (mine, torch.zeros(numel * w)), {}),
+            (group.reduce_scatter, (buffer.tensor[:numel], torch.zeros(numel * w)), {}),
+            (group.recv, (buffer.tensor, (r + 1) % w), {}),
             (group.all_gather, (buffer.tensor[:w], torch.zeros(1)), {}),
             (group.all_gather, (buffer.tensor, torch.zeros(numel)), {"algorithm": "ring"}),
         ]
@@ -218,7 +219,7 @@ def law_shared_memory_is_once_a_host(comm: Communicator) -> None:
     buffer = comm.allocate_shared(1000, torch.float32)
     assert buffer is not None
     comm.barrier()
-    buffer.tensor[comm.rank] = comm.rank + 1
+    buffer.part(comm.rank, comm.rank + 1).fill_(comm.rank + 1)
     comm.barrier()
     assert buffer.tensor[: comm.world_size].tolist() == [rank + 1.0 for rank in range(comm.world_size)]
     comm.barrier()
@@ -389,7 +390,6 @@ def test_the_heap_never_lends_a_byte_twice(steps: list[tuple[bool, int]]) -> Non
     lent.clear()
     heap.reserve(1)
     assert len(heap._free) == 1
-    heap.close()
     heap.drop()
 
 

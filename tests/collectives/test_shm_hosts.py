@@ -104,6 +104,15 @@ def test_a_killed_rank_is_named_and_leaves_nothing(how: str, world_size: int, tm
     assert not [name for name in os.listdir("/dev/shm") if "collectives" in name]
 
 
+@pytest.mark.parametrize("what", ["tensor", pytest.param("part", marks=pytest.mark.full)])
+def test_who_writes_into_a_shared_buffer_is_named(what: str) -> None:
+    """Into the gathered tensor always; into a part of one's own while it is guarded."""
+    reader, offender = run("overwrites", what)
+    assert_fine([reader], "rank 0 reads on")
+    assert offender[0] == -11
+    assert "in the_offender" in offender[1]
+
+
 @pytest.mark.full
 def test_a_fork_is_refused_and_harmless() -> None:
     assert_fine(run("forked"), "forked")
