@@ -13,6 +13,7 @@ from tests import ranks
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the expensive tests, as CI does")
+    parser.addoption("--exhaustive", action="store_true", help="run every combination there is; takes an hour or more")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +33,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
     if item.get_closest_marker("slurm") and "slurm" not in config.option.markexpr:
         return False
-    return config.option.full or not item.get_closest_marker("full")
+    if item.get_closest_marker("exhaustive"):
+        return bool(config.option.exhaustive)
+    return config.option.full or config.option.exhaustive or not item.get_closest_marker("full")
 
 
 def _pool(item: pytest.Item) -> tuple[str, int]:

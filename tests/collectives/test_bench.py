@@ -254,7 +254,7 @@ def test_tuning_takes_the_fastest_and_ignores_noise(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_tuning_writes_a_table_that_init_reads(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     done = run_bench(

@@ -11,8 +11,9 @@ from tests.ranks import POOLS, family, run_ranks
 
 # Three threads are what test_mutants.py compares its planted faults with.
 PLAIN = [("threads", 1), ("threads", 2), ("gloo", 2), ("mpi", 3), ("ring+gloo", 3), ("ring+mpi", 2), ("shm+gloo", 3)]
-FULL = [
-    *(("threads", size) for size in (3, 4, 5, 8)),
+FULL = [("threads", 3), ("threads", 5), ("mpi", 2), ("ring+gloo", 4), ("ring+mpi", 3), ("shm+gloo", 2), ("shm+mpi", 2)]
+EXHAUSTIVE = [
+    *(("threads", size) for size in (4, 8)),
     *(
         (backend, size)
         for backend in ("gloo", "mpi", "ring+gloo", "ring+mpi", "shm+gloo", "shm+mpi")
@@ -31,7 +32,8 @@ def run_group(comm: Communicator, group: str) -> RankOutcome:
     ("backend", "world_size"),
     [
         *(pytest.param(*pair) for pair in PLAIN),
-        *(pytest.param(*pair, marks=pytest.mark.full) for pair in FULL if pair not in PLAIN),
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in FULL),
+        *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in EXHAUSTIVE if pair not in PLAIN + FULL),
     ],
 )
 @pytest.mark.parametrize("group", conformance.GROUPS)
