@@ -6,6 +6,6 @@ from collectives.communicator import Communicator
 from collectives.errors import CommError
 from collectives.local import run
 from collectives.rendezvous import init
-from collectives.types import P2P, ReduceOp, Work
+from collectives.types import P2P, ReduceOp, SharedBuffer, Work
 
-__all__ = ["P2P", "CommError", "Communicator", "ReduceOp", "Work", "errors", "from_mpi", "init", "run"]
+__all__ = ["P2P", "CommError", "Communicator", "ReduceOp", "SharedBuffer", "Work", "errors", "from_mpi", "init", "run"]

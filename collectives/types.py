@@ -23,7 +23,7 @@ class ReduceOp(enum.Enum):
     BOR = "bor"
     BXOR = "bxor"
 
-    __hash__ = object.__hash__  # that of Enum hashes the name, in Python, at every look into a table
+    __hash__ = object.__hash__  # members are unique, and an enum's own hash is slow
 
 
 class P2P(NamedTuple):

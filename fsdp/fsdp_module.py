@@ -100,6 +100,8 @@ class FSDPModule(nn.Module):
         for group in unit_of(self).groups:
             if not group.users:
                 group.reshard()
+        for group in unit_of(self).groups:
+            group.settle()
 
     def reset_iter_state(self) -> None:
         """Drop a forward or backward that an exception left half-way, with its gradients, and free everything.

@@ -15,6 +15,7 @@ from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
 from fsdp.unit import find_unit
+from fsdp.unsharded import HostShared
 from fsdp.wrap import Options, agree, wrap
 
 BUCKET_MB = 25.0
@@ -33,7 +34,7 @@ def fully_shard(
     replicate_comm: Communicator | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     owner: Any = None,
-    host_shared: bool = True,
+    host_shared: HostShared = True,
     param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Spread a module over the ranks of ``comm``, in place; call it bottom-up, the whole model last.
@@ -57,7 +58,10 @@ def fully_shard(
         replicate_comm: not supported yet.
         ignored_params: parameters to leave alone: not spread, not reduced, not broadcast.
         owner: not supported yet.
-        host_shared: ranks of one host may share gathered parameters where the backend can. Has no effect elsewhere.
+        host_shared: where the backend shares memory, the ranks of a host have one copy of the gathered parameters,
+            which nobody can write, and a shard is its part of it. So shards may be edited between calls, but not
+            between a forward and its backward. "copy" keeps shards private, "debug" ends a process that edits a shard
+            at the wrong time with a traceback of the edit, False keeps everything private. Alike on all ranks.
         param_init_fn: fills the own parameters and buffers of a module that was on the meta device; None: its
             ``reset_parameters()``. Modules on the meta device get memory unit by unit, and are filled once each.
 
@@ -98,6 +102,7 @@ def fully_shard(
         ignored=frozenset(id(p) for p in ignored_params or ()),
         initialise=param_init_fn,
         offload=offload_policy,
+        host_shared=host_shared,
     )
     inner = inner_units(module, units)
     agree(module, comm, options.ignored)

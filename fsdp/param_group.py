@@ -8,10 +8,11 @@ collects the full gradient. Assigning ``module._parameters[name]`` keeps the ord
 
 [Note: one storage for life]
 Autograd saves views of weights (a linear layer saves ``weight.t()``), which keep their storage and not its contents.
-So the gathered buffer of a group is one storage for life: freed by ``resize_(0)``, refilled in place before backward,
-never lent to another group. Leaves view ``.data`` of it and so have version counters of their own; otherwise a refill
-would look to autograd like a change to a saved tensor. While the storage is freed the leaves themselves view one NaN:
-who kept one beyond its unit's forward reads NaN, and not freed memory. (A view of a leaf is beyond our reach.)
+So the gathered buffer of a group is one storage for life: freed by ``resize_(0)`` (or kept, where all ranks of a host
+have it in common: see unsharded.py), refilled in place before backward, never lent to another group. Leaves view
+``.data`` of it and so have version counters of their own; otherwise a refill would look to autograd like a change to a
+saved tensor. While the storage is freed the leaves themselves view one NaN: who kept one beyond its unit's forward
+reads NaN, and not freed memory. (A view of a leaf is beyond our reach.)
 
 [Note: modules at rest]
 Between forwards the modules of a unit hold shards. One rank may happen to hold a whole small parameter, compute with it
@@ -39,6 +40,7 @@ from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.strategy import Strategy, Trigger
 from fsdp.unit_statistics import UnitStatistics
+from fsdp.unsharded import HostShared, unsharded
 from fsdp.use import Progress, Use
 
 
@@ -72,6 +74,7 @@ class ParamGroup:
         policy: dtypes of gathers and reductions.
         grad_views: replicated gradients are views of the reduced bucket; otherwise copies.
         offload: shards and their gradients stay in host memory.
+        host_shared: see ``fully_shard``.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class ParamGroup:
         policy: MixedPrecisionPolicy,
         grad_views: bool = True,
         offload: CPUOffloadPolicy | None = None,
+        host_shared: HostShared = True,
     ) -> None:
         # Trainable ones first, so that a unit of which a part is frozen reduces one stretch of its layout.
         self.managed = sorted(parameters, key=lambda m: not m.parameter.requires_grad)
@@ -112,7 +116,7 @@ class ParamGroup:
         self.full = values
         self.leaves: list[nn.Parameter] = [m.parameter for m in self.managed]
         if strategy.shards:
-            self._cut(values, policy.param(self.dtype))
+            self._cut(values, policy.param(self.dtype), host_shared)
         self.gradients = Gradients(
             [m.parameter for m in self.managed],
             self.leaves,
@@ -146,13 +150,17 @@ class ParamGroup:
                 return values.new_empty(0)
         return values
 
-    def _cut(self, values: torch.Tensor, compute_dtype: torch.dtype) -> None:
+    def _cut(self, values: torch.Tensor, compute_dtype: torch.dtype, host_shared: HostShared) -> None:
         """Keep this rank's shard, and make the second leaves."""
         first, last = self.layout.cuts[self.part : self.part + 2]
-        self.shard = values[first:last].to(self.home, copy=True)
+        self._unsharded = unsharded(self.comm, values, compute_dtype, (first, last), self.home, host_shared)
+        self.full = self._unsharded.tensor
+        if self._unsharded.keeps_shard:
+            self.shard = self._unsharded.contribution(values, True)
+        else:
+            self.shard = values[first:last].to(self.home, copy=True)
         if self._pins:
             self.shard = self.shard.pin_memory()
-        self.full = values if compute_dtype == self.dtype else torch.empty_like(values, dtype=compute_dtype)
         self.pieces = self.layout.pieces(self.part)
         self.locals = [
             self.shard[piece.offset : piece.offset + piece.numel].view(local_shape(shape, piece.numel))
@@ -185,7 +193,7 @@ class ParamGroup:
         self._refusals = [(module, module.__dict__["forward"]) for module in self._inner]
 
     def _free(self) -> None:
-        self.full.untyped_storage().resize_(0)
+        self._unsharded.close()
         for leaf, freed in zip(self.leaves, self._freed, strict=True):
             leaf.data = freed
 
@@ -236,12 +244,12 @@ class ParamGroup:
                 return
             self.wait_for_unshard()
         self.check_parameters()
+        self._unsharded.open()
         if self.storage is Storage.FREED:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             for leaf, whole in zip(self.leaves, self._whole, strict=True):
                 leaf.data = whole
         # One copy of a shard, where it is kept elsewhere or gathered in another dtype; otherwise it is sent as it is.
-        source = self.shard.to(self.full.device, self.full.dtype)
+        source = self._unsharded.contribution(self.shard, again=epoch is None and self._epoch >= 0)
         self._gather = self.comm.all_gather(self.full, source, async_op=True)
         self.statistics.gathers += 1
         self.statistics.gathered_nbytes += self.full.numel() * self.full.element_size()
@@ -270,6 +278,11 @@ class ParamGroup:
             self._free()
             self.storage = Storage.FREED
             self._fresh = False
+
+    def settle(self) -> None:
+        """Return when no rank reads what is freed here, so that shards may be edited."""
+        if self.strategy.shards and self.storage is Storage.FREED:
+            self._unsharded.settle()
 
     def retain(self) -> None:
         """Keep the gathered parameters for the next forward: no optimizer step comes before it."""

@@ -202,6 +202,12 @@ class Runtime:
         if not differentiable:
             for group in self.groups:
                 group.reshard()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Return when shards may be edited. See [Note: one copy a host] in unsharded.py."""
+        for group in self.groups:
+            group.settle()
 
     # Backward
 
@@ -257,6 +263,7 @@ class Runtime:
         self._leave_units()
         self.reducer.end()
         self._rest(keep=not self.reducer.requires_sync)
+        self._settle()
         self.phase = Phase.IDLE
 
     def _leave_units(self) -> None:
@@ -283,6 +290,7 @@ class Runtime:
             unit.reset()
         for group in self.groups:
             group.reset()
+        self._settle()
 
     def _recover(self) -> None:
         """The last backward ended in an exception, before the end of backward: drop what it left."""

@@ -18,6 +18,7 @@ from fsdp.state_dict import refuse_plain_state_dict
 from fsdp.strategy import Strategy
 from fsdp.sync import broadcast_tensors, check_same
 from fsdp.unit import Unit, find_unit
+from fsdp.unsharded import HostShared
 
 FIRST_BUCKET_MB = 1.0  # the first bucket to be reduced is small, so that communication starts early
 
@@ -33,6 +34,7 @@ class Options:
         ignored: ids of parameters to leave alone.
         initialise: fills a module that was on the meta device; None: its ``reset_parameters``.
         offload: shards and gradients are in host memory.
+        host_shared: see ``fully_shard``.
     """
 
     strategy: Strategy
@@ -43,6 +45,7 @@ class Options:
     ignored: frozenset[int] = frozenset()
     initialise: Initialise | None = None
     offload: CPUOffloadPolicy | None = None
+    host_shared: HostShared = True
 
 
 def agree(module: nn.Module, comm: Communicator, ignored: frozenset[int]) -> None:
@@ -84,7 +87,15 @@ def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, opti
     options.policy.cast_buffers(walk.buffers)
     owned = list(walk.owned.values())
     groups = [
-        ParamGroup(parameters, comm, options.strategy, options.policy, options.grad_views, options.offload)
+        ParamGroup(
+            parameters,
+            comm,
+            options.strategy,
+            options.policy,
+            options.grad_views,
+            options.offload,
+            options.host_shared,
+        )
         for parameters in _group(owned, options.bucket_mb)
     ]
     unit = Unit(hooked, groups, options.policy, options.reshard_after_forward, walk.buffers)

@@ -21,6 +21,7 @@ def test_exported_names_of_collectives() -> None:
         "Communicator",
         "P2P",
         "ReduceOp",
+        "SharedBuffer",
         "Work",
         "errors",
         "from_mpi",
