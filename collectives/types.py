@@ -81,7 +81,10 @@ class SharedBuffer(ABC):
 
     @abstractmethod
     def part(self, start: int, end: int) -> torch.Tensor:
-        """Elements ``start`` to ``end``, to write, while every local rank has retired; no two ranks the same ones."""
+        """Elements ``start`` to ``end``, to write, while every local rank has retired; no two ranks the same ones.
+
+        The tensor has a storage of its own, so that to save or to measure it says nothing of the others' parts.
+        """
 
     @property
     @abstractmethod
@@ -106,7 +109,7 @@ class SharedBuffer(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of the memory, which is free when every rank has. The tensor must not be used afterwards."""
+        """Let go of ``tensor``. The memory is free when every rank has, and nobody holds a part any more."""
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def all_gather_shared(hosts: Hosts, call: Call, buffer: HostBuffer, input: torch
 
     Where a rank's input is its part of the buffer, and there is one host, nothing is left but to meet.
     """
-    mine = buffer.part(cuts[hosts.rank], cuts[hosts.rank + 1])
+    mine = buffer.written(cuts[hosts.rank], cuts[hosts.rank + 1])
     same = (mine.data_ptr(), buffer.tensor[cuts[hosts.rank] :].data_ptr())
     writes = input.numel() > 0 and input.data_ptr() not in same
     if (writes or len(hosts.nodes) > 1) and not buffer.all_retired():
@@ -207,7 +207,7 @@ def all_gather_shared(hosts: Hosts, call: Call, buffer: HostBuffer, input: torch
     buffer.fill()
     receivers = [hosts.helper(n, hosts.rank) for n in range(len(hosts.nodes)) if n != hosts.home]
     ops = [P2P.send(input, receiver) for receiver in receivers if input.numel()]
-    parts = ((rank, buffer.part(cuts[rank], cuts[rank + 1])) for rank in hosts.helped(hosts.rank))
+    parts = ((rank, buffer.written(cuts[rank], cuts[rank + 1])) for rank in hosts.helped(hosts.rank))
     ops += [P2P.recv(part, rank) for rank, part in parts if part.numel()]
     posted = hosts.post(ops) if ops else None
     if writes:
@@ -223,7 +223,7 @@ def broadcast_shared(hosts: Hosts, call: Call, buffer: HostBuffer, src: int) -> 
     if not at_home and not buffer.all_retired():
         yield buffer.all_retired
     buffer.fill()
-    tensor = buffer.part(0, buffer.tensor.numel())
+    tensor = buffer.written(0, buffer.tensor.numel())
     if hosts.rank == src:
         receivers = [hosts.helper(n, src) for n, node in enumerate(hosts.nodes) if src not in node]
         if receivers:

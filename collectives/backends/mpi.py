@@ -152,6 +152,8 @@ def guard_exit() -> None:
 
 
 class _MpiPending:
+    __slots__ = ("_backend", "_requests", "_tensors")
+
     def __init__(self, backend: MpiBackend, requests: list[Any], tensors: Any) -> None:
         self._backend = backend
         self._requests = requests
@@ -197,6 +199,8 @@ class MpiBackend(Backend):
         self._comm = comm
         self.killed = False
         self._buffer = self.MPI.buffer.fromaddress
+        self._datatypes = {dtype: getattr(self.MPI, name) for dtype, name in _DATATYPES.items()}
+        self._ops = {op: getattr(self.MPI, name) for op, name in _OPS.items()}
         comm.Set_errhandler(self.MPI.ERRORS_RETURN)
 
     def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
@@ -219,30 +223,30 @@ class MpiBackend(Backend):
         return dtype in _DATATYPES and op in _OPS
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
-        mpi_op = getattr(self.MPI, _OPS[op])
-        return self._collective(self._comm.Iallreduce, self.MPI.IN_PLACE, self._typed(tensor), mpi_op, keep=tensor)
+        return self._collective(
+            self._comm.Iallreduce, (self.MPI.IN_PLACE, self._typed(tensor), self._ops[op]), keep=tensor
+        )
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
-        mpi_op = getattr(self.MPI, _OPS[op])
-        start = self._comm.Ireduce_scatter_block
         if 0 <= output.data_ptr() - input.data_ptr() < input.nbytes:  # MPI forbids overlap, the contract allows it
             input = input.clone()
-        return self._collective(start, self._typed(input), self._typed(output), mpi_op, keep=(output, input))
+        arguments = (self._typed(input), self._typed(output), self._ops[op])
+        return self._collective(self._comm.Ireduce_scatter_block, arguments, keep=(output, input))
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         own_slot = output.data_ptr() + self.rank * input.nbytes
         mine = self.MPI.IN_PLACE if input.data_ptr() == own_slot else self._bytes(input)
-        return self._collective(self._comm.Iallgather, mine, self._bytes(output), keep=(output, input))
+        return self._collective(self._comm.Iallgather, (mine, self._bytes(output)), keep=(output, input))
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
-        return self._collective(self._comm.Ibcast, self._bytes(tensor), src, keep=tensor)
+        return self._collective(self._comm.Ibcast, (self._bytes(tensor), src), keep=tensor)
 
     def _barrier(self) -> Pending:
-        return self._collective(self._comm.Ibarrier, keep=None)
+        return self._collective(self._comm.Ibarrier, (), keep=None)
 
-    def _collective(self, start: Any, *args: Any, keep: Any) -> Pending:
+    def _collective(self, start: Any, arguments: tuple[Any, ...], keep: Any) -> Pending:
         try:
-            request = start(*args)
+            request = start(*arguments)
         except self.MPI.Exception as error:
             raise self.translate(error) from error
         return _MpiPending(self, [request], keep)
@@ -251,7 +255,7 @@ class MpiBackend(Backend):
         return self._buffer(tensor.data_ptr(), tensor.nbytes)
 
     def _typed(self, tensor: torch.Tensor) -> list[Any]:
-        return [self._bytes(tensor), getattr(self.MPI, _DATATYPES[tensor.dtype])]
+        return [self._buffer(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]]
 
     def _library(self) -> Mapping[str, LibraryCall]:
         comm, place, sum_ = self._comm, self.MPI.IN_PLACE, self.MPI.SUM

@@ -56,6 +56,9 @@ class Segment:
 
     def lend(self, offset: int, numel: int, dtype: torch.dtype, forget: Callable[[], object]) -> torch.Tensor:
         """The same, and ``forget`` is called when nobody holds the tensor, or a view of it, any more."""
+        if numel == 0:
+            forget()
+            return torch.empty(0, dtype=dtype)
         memory = memoryview(self._map)[offset : offset + numel * dtype.itemsize]
         weakref.finalize(memory, forget).atexit = False
         return torch.frombuffer(memory, dtype=dtype)

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from collectives.backends.signals import Signals
 from collectives.types import SharedBuffer
 
 _LINE = 8  # words from one member's line to the next
-_RETIRED, _RELEASED = 0, 1  # words of a line: uses retired, and tensors gone of the two that show the buffer
+_RETIRED, _RELEASED = 0, 1  # words of a line: how often retired; no tensor shows the buffer any more
 
 
 def header_bytes(members: int) -> int:
@@ -60,19 +61,30 @@ class HostBuffer(SharedBuffer):
         self._words = words = segment.words
         self._lines = [offset // 8 + member * _LINE for member in range(members)]
         self._mine = self._lines[me]
-        released = self._mine + _RELEASED
+        self._shown: deque[int] = deque()  # as long as there are tensors that show the buffer
+        released, shown = self._mine + _RELEASED, self._shown
 
         def forget() -> None:
-            words[released] += 1
+            shown.pop()
+            if not shown:
+                words[released] = 1
 
-        first = offset + header_bytes(members)
-        self.tensor = segment.show(first, numel, dtype, forget)
-        self._writable = segment.lend(first, numel, dtype, forget)
+        self._forget = forget
+        self._first = offset + header_bytes(members)
+        shown.extend((1, 1))
+        self.tensor = segment.show(self._first, numel, dtype, forget)
+        self._writable = segment.lend(self._first, numel, dtype, forget)
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
                 faulthandler.enable(sys.__stderr__)
 
     def part(self, start: int, end: int) -> torch.Tensor:
+        self._shown.append(1)
+        place = self._first + start * self._writable.itemsize
+        return self._segment.lend(place, end - start, self._writable.dtype, self._forget)
+
+    def written(self, start: int, end: int) -> torch.Tensor:
+        """The same, for collectives, which make no more storages."""
         return self._writable[start:end]
 
     @property
@@ -105,4 +117,4 @@ class HostBuffer(SharedBuffer):
 
 def all_released(words: memoryview, offset: int, members: Sequence[int]) -> bool:
     """Whether no tensor of any of these members shows the buffer any more."""
-    return all(words[offset // 8 + member * _LINE + _RELEASED] >= 2 for member in members)
+    return all(words[offset // 8 + member * _LINE + _RELEASED] for member in members)
