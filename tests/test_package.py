@@ -36,11 +36,17 @@ def test_exported_names_of_fsdp() -> None:
     assert sorted(fsdp.__all__) == [
         "CPUOffloadPolicy",
         "DistributedDataParallel",
+        "Estimate",
         "FSDPModule",
         "MixedPrecisionPolicy",
         "clip_grad_norm_",
+        "estimate",
         "full_state_dict",
         "fully_shard",
+        "register_fsdp_forward_method",
+        "summon_full_params",
+        "synced_forwards",
+        "unit_statistics",
     ]
     for name in fsdp.__all__:
         assert getattr(fsdp, name) is not None

@@ -11,8 +11,8 @@ from collectives.schedules import ACC, IN, OUT, RX, SCHEDULES, Report, Round, Sc
 from collectives.schedules.__main__ import main
 from collectives.schedules.task import ROOTED
 
-SMALL = [*range(1, 18), 24, 31, 33]
-LARGE = [size for size in range(18, 65) if size not in SMALL]
+SMALL = [*range(1, 10), 16, 17, 33]
+LARGE = [size for size in range(1, 65) if size not in SMALL]
 HUGE = [*range(65, 257), 1000, 4096, 4097]
 
 

@@ -17,7 +17,9 @@ from fsdp.unit import unit_of
 from tests.fsdp.models import OddBlock, OddNet, difference, filled, full_state, loss_of, words, wrapped
 
 # Stage 0 does what DDP does, in place.
-pytestmark = pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
+pytestmark = pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2, 3]
+)
 Grads = dict[str, torch.Tensor | None]
 
 
