@@ -26,7 +26,7 @@ _LIFE = 2 * _LINE
 STEP, SIGNATURE, PLACE, OWNER, DETAILS = range(5)  # words of a line
 _KILLED, _LEFT = 1, 2
 
-# How long a rank waits in which way, in seconds: eagerly; then giving its core away between looks, which a peer may need
+# How long a rank waits in which way, in seconds: eagerly; then giving its core away between looks, as a peer needs it
 # where there are more ranks than cores; then in naps, so short that a peer's coming is noticed in good time.
 _SPIN, _YIELD, _YIELD_CROWDED = 50e-6, 2e-3, 300e-6
 _NAP, _NAP_LATER, _LATER = 50e-6, 1e-3, 50e-3
