@@ -28,7 +28,7 @@ _KILLED, _LEFT = 1, 2
 
 # How long a rank waits in which way, in seconds: eagerly; then giving its core away between looks, as a peer needs it
 # where there are more ranks than cores; then in naps, so short that a peer's coming is noticed in good time.
-_SPIN, _YIELD, _YIELD_CROWDED = 50e-6, 2e-3, 300e-6
+_SPIN, _YIELD, _YIELD_CROWDED = 100e-6, 2e-3, 300e-6
 _NAP, _NAP_LATER, _LATER = 50e-6, 1e-3, 50e-3
 _BETWEEN_LOOKS = 0.02  # at whether the peers' processes live
 
