@@ -127,7 +127,7 @@ class Job:
             stream.add(data)
             if stream.held and not had:
                 rank.failed_at = min(rank.failed_at, time.monotonic())
-            rank.traceback = stream.held
+            rank.traceback = stream.held or rank.traceback  # stdout holds none, and may be read last
 
     def _release_tracebacks(self, now: float) -> None:
         if self._term_at != math.inf:
