@@ -106,7 +106,7 @@ def test_training_over_mpich(env: dict[str, str], mpich: str, tmp_path: Path, re
 def test_mpich_is_picked_and_named(env: dict[str, str], mpich: str) -> None:
     done = run(srun("collectives.info", mpi="pmi2"), {**env, "MPI4PY_LIBMPI": mpich})
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"backend +mpi: an MPI launcher", done.stdout)) == 2
+    assert len(re.findall(r"backend +shm\+mpi: an MPI launcher", done.stdout)) == 2
     assert len(re.findall(r"MPI +MPICH.*libmpi", done.stdout)) == 2
     assert "rank 1 of 2" in done.stdout
 
