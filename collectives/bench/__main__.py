@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     parser.add_argument("--dtype", default="float32", help="of the tensors (default float32)")
     parser.add_argument("--contenders", type=names, help="who takes part (default: everything that can)")
     parser.add_argument("--baseline", metavar="NAME", help="whom to compare with (default: the first contender)")
-    parser.add_argument("--cache", type=names, default=["hot", "cold"], help="hot, cold (default both)")
+    parser.add_argument("--cache", type=names, help="hot, cold (default both; to tune: hot)")
     parser.add_argument("--iterations", type=int, help="samples of each contender (default: by size, 10 to 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
@@ -77,11 +77,12 @@ def _complete(options: argparse.Namespace) -> None:
     if options.overhead:
         options.bytes = options.bytes or ["1K"]
         options.contenders = options.contenders or ["lib:mpi.I", "mpi"]
-        options.cache, options.iterations = ["hot"], options.iterations or 200
+        options.cache, options.iterations = options.cache or ["hot"], options.iterations or 200
     options.bytes = [report.size_bytes(n) for n in options.bytes or (TUNE_SIZES if options.tune else SIZES).split(",")]
     options.dtype = getattr(torch, options.dtype, None)
     if not isinstance(options.dtype, torch.dtype):
         raise ValueError("--dtype: expected a dtype such as float32 or bfloat16")
+    options.cache = options.cache or (["hot"] if options.tune else ["hot", "cold"])
     if unknown := set(options.cache) - {"hot", "cold"}:
         raise ValueError(f"--cache: expected hot, cold or both, found {unknown.pop()!r}")
     if options.iterations is not None and options.iterations < 1:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from collectives.bench.contenders import COPY, COPYING, LIBRARY, Contender
+from collectives.bench.contenders import COPY, COPYING, LIBRARY, NATIVE, Contender
 from collectives.bench.operations import OPERATIONS, Data, Part
 from collectives.communicator import Communicator
+from collectives.errors import UnsupportedError
 
 # A sample of small messages is several calls, each on memory of its own, so that a barrier's skew is spread over them.
 _SAMPLE_BYTES = 128 * 1024
@@ -94,12 +95,12 @@ class Bench:
 
     def _able(self, contender: Contender) -> bool:
         """Whether a library's call does this dtype. It fails on every rank or on none, and before it sends anything."""
-        if not contender.name.startswith(LIBRARY):
+        if not contender.name.startswith(LIBRARY) and not contender.name.endswith(f"@{NATIVE}"):
             return True
         self._fill(self._samples[0], 0)
         try:
             self._time(self._samples[0], contender)
-        except (KeyError, RuntimeError, TypeError) as error:
+        except (KeyError, RuntimeError, TypeError, UnsupportedError) as error:
             self.left_out[contender.name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return False
         return True

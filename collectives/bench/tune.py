@@ -11,8 +11,9 @@ from collectives.bench.report import Row
 from collectives.schedules import SCHEDULES
 from collectives.selection import Entry, Table
 
-# An algorithm must be this much faster than the one for smaller sizes, or that one is kept: noise is no reason.
+# Differences below this are noise. Then the algorithm for smaller sizes is kept, else the first of these is taken.
 _MARGIN = 1.05
+_PREFERRED = (NATIVE, "direct", "ring", "tree")
 
 
 def contender_names(bases: Iterable[str], operation: str) -> list[str]:
@@ -45,10 +46,10 @@ def _fastest(measured: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
     choices: dict[int, str] = {}
     current = ""
     for nbytes, seconds in sorted(measured.items()):
-        best = min(seconds, key=seconds.__getitem__)
-        if current not in seconds or seconds[current] > _MARGIN * seconds[best]:
-            current = best
-            choices[nbytes if choices else 0] = best
+        limit = _MARGIN * min(seconds.values())
+        good = [name for name in (current, *_PREFERRED, *sorted(seconds)) if seconds.get(name, limit * 2) <= limit]
+        if good[0] != current:
+            current = choices[nbytes if choices else 0] = good[0]
     return choices
 
 
