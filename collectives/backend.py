@@ -19,6 +19,10 @@ import torch
 from collectives.errors import UnsupportedError
 from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer
 
+# A message of one collective must never be taken for that of another, which a rank calls by mistake: transports write
+# beyond the end of a receive that is too short, or stop. So schedules' tags depend on what is called.
+SCHEDULE_TAGS = 4096
+
 
 class Pending(Protocol):
     """Operations that were posted together."""
@@ -75,7 +79,7 @@ class Backend(ABC):
     polls: bool = True  # Pending.poll() makes progress by itself; otherwise only wait() does
     waits: bool = False  # Pending.wait() sleeps (or orders a stream) instead of spinning
     tags: bool = True  # messages with different tags are told apart
-    max_tag: int = 2**30
+    max_tag: int = 2**30  # of users' messages; schedules take SCHEDULE_TAGS more
     averages: bool = False  # its own reductions are asked for AVG too, and round once, after dividing
     uneven: bool = False  # its own all_gather and reduce_scatter also come for parts of different sizes
     shares: bool = False  # ranks of a host can have one buffer
@@ -83,7 +87,10 @@ class Backend(ABC):
 
     @abstractmethod
     def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
-        """Start sends and receives together. The tensors stay alive and untouched until they are done."""
+        """Start sends and receives together. The tensors stay alive and untouched until they are done.
+
+        ``tag`` is from 0 to ``max_tag + SCHEDULE_TAGS - 1``.
+        """
 
     @abstractmethod
     def _split(self, members: Sequence[int], name: str) -> Backend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from collectives.arguments import Flat
-from collectives.backend import Backend, Pending
+from collectives.backend import SCHEDULE_TAGS, Backend, Pending
 from collectives.schedules import SCHEDULES
 from collectives.schedules.arithmetic import Arithmetic, accumulation_dtype
 from collectives.schedules.executor import (
@@ -108,6 +109,16 @@ class Collective:
             return backend._reduce_scatter_v(output, input, self.input.cuts, op)
         return backend._reduce_scatter(output, input, op)
 
+    def tag(self, choice: str | Schedule) -> int:
+        """What its messages carry: the same on all ranks, and (almost always) another than any other call's."""
+        numel, sizes = self.numel, None
+        if self.operation == "all_to_all":  # there ranks differ
+            numel = 0
+        elif not self.even:
+            sizes = tuple(next(side.cuts for side in (self.input, self.output) if side is not None))
+        name = choice if isinstance(choice, str) else ""
+        return _tag(self.operation, self.dtype, self.op, self.root, name, numel, sizes)
+
     def least_bytes(self, size: int, rank: int) -> int:
         """What a rank must send at least: the volume of the best algorithm, in bytes."""
         nbytes = self.numel * self.dtype.itemsize
@@ -123,3 +134,8 @@ def plan(schedule: Schedule, rank: int, size: int, root: int | None) -> Plan:
     """A schedule's rounds for a rank. Schedules are pure, so plans are kept."""
     alike = any(known.alike for known in SCHEDULES.values() if known.schedule is schedule)
     return Plan.of(schedule(rank, size) if root is None else schedule(rank, size, root), alike)
+
+
+@lru_cache(maxsize=4096)
+def _tag(*signature: object) -> int:
+    return 1 + zlib.crc32(repr(signature).encode()) % (SCHEDULE_TAGS - 1)

@@ -14,6 +14,7 @@ import torch
 from typing_extensions import Unpack
 
 from collectives.arguments import check_numel, check_overlap, check_rank, check_same_dtype, check_sizes, cuts_of
+from collectives.backend import SCHEDULE_TAGS
 from collectives.collective import Algorithm, Collective
 from collectives.endpoint import Endpoint
 from collectives.schedules.arithmetic import check_reducible
@@ -51,7 +52,7 @@ class Communicator(Endpoint):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]) -> Work:
         """Combine every rank's ``tensor``, in place; all ranks get the same bits."""
-        if not options and (done := self._express("all_reduce", self._transport._all_reduce, op, -1, tensor)):
+        if not options and (done := self._express("all_reduce", (op,), tensor)):
             return done
         flat = self._flat(tensor, "tensor", written=True)
         check_reducible(tensor.dtype, op)
@@ -63,6 +64,8 @@ class Communicator(Endpoint):
 
         ``input`` may be this rank's own part of ``output``: then nothing is copied locally.
         """
+        if not options and (done := self._express("all_gather", (), output, input)):
+            return done
         sizes = self._even_sizes(input, "input", output, "output")
         return self._all_gather(output, input, sizes, True, **options)
 
@@ -93,6 +96,8 @@ class Communicator(Endpoint):
 
         ``output`` may be this rank's own part of ``input``, which otherwise stays unchanged.
         """
+        if not options and (done := self._express("reduce_scatter", (op,), input, output)):
+            return done
         sizes = self._even_sizes(output, "output", input, "input")
         return self._reduce_scatter(output, input, sizes, op, True, **options)
 
@@ -128,6 +133,8 @@ class Communicator(Endpoint):
 
     def broadcast(self, tensor: torch.Tensor, src: int, **options: Unpack[Options]) -> Work:
         """Rank ``src``'s ``tensor`` into everyone's."""
+        if not options and type(src) is int and (done := self._express("broadcast", (src,), tensor)):
+            return done
         check_rank("src", src, self.world_size)
         flat = self._flat(tensor, "tensor", written=self.rank != src)
         chunks = flat.even(self.world_size)
@@ -261,7 +268,7 @@ class Communicator(Endpoint):
 
         def steps() -> Iterator[Posted]:
             if wire:
-                yield self._poster(row, tag + 1)(wire)
+                yield self._poster(row, SCHEDULE_TAGS + tag)(wire)
             for flat in flats:
                 flat.finish()
 

@@ -29,12 +29,15 @@ from collectives.statistics import Row, Statistics, Stats
 from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
 from collectives.validate import agree
 
-_SCHEDULE_TAG = 0  # a user's tag t travels as t + 1, so that neither is taken for the other
+_STRIDED = torch.strided
+_AGREEMENT_TAG = 0  # of what is sent before a collective, whatever it is
 
 
 class Express(NamedTuple):
     """A signature that the library serves and that needs nothing else: see ``Endpoint._express``."""
 
+    start: Callable[..., Pending]
+    arguments: tuple[ReduceOp | int, ...]  # after the tensors
     what: Callable[[], str]
     row: Row
     sent_bytes: int
@@ -73,7 +76,7 @@ class Endpoint:
         self._selection = Selection(backend, name, ring="ring" in layers, default=algorithm, table=table)
         self._scratch = Scratch()  # collectives run one at a time
         self._statistics = Statistics()
-        self._expresses: dict[tuple[str, torch.dtype, ReduceOp | None, int, int], Express] = {}
+        self._expresses: dict[tuple[str, tuple[ReduceOp | int, ...], torch.dtype, int, int], Express] = {}
         self._lock = threading.RLock()
         self._generation = generation()
         self._splits = 0
@@ -190,7 +193,7 @@ class Endpoint:
             row.sent_bytes += call.least_bytes(self.world_size, self.rank)
         steps: Iterator[Posted] = iter(())
         if call.numel:
-            steps = call.steps(self._transport, choice, self._poster(row, _SCHEDULE_TAG), self._scratch, flats)
+            steps = call.steps(self._transport, choice, self._poster(row, call.tag(choice)), self._scratch, flats)
 
         def what() -> str:
             return f"{call} by {choice if isinstance(choice, str) else choice.__name__}"
@@ -198,8 +201,7 @@ class Endpoint:
         if self._validate:
             steps = chain(self._agree(call, what, row), steps)
         elif algorithm is None and choice == NATIVE and call.plain and all(flat.target is None for flat in flats):
-            key = (call.operation, call.dtype, call.op, call.numel, -1 if call.root is None else call.root)
-            self._expresses[key] = Express(what, row, call.least_bytes(self.world_size, self.rank))
+            self._remember(call, what, row)
         return self._start(what, steps, row, async_op, timeout)
 
     def _shared(self, tensor: torch.Tensor) -> SharedBuffer | None:
@@ -231,7 +233,7 @@ class Endpoint:
     def _agree(self, call: Collective, what: Callable[[], str], row: Row) -> Iterator[Posted]:
         number = self._progress.calls + 1
         where = (self.rank, self.world_size, self._transport.device)
-        return agree(call, what(), number, *where, self._poster(row, _SCHEDULE_TAG))
+        return agree(call, what(), number, *where, self._poster(row, _AGREEMENT_TAG))
 
     def _start(
         self,
@@ -263,34 +265,58 @@ class Endpoint:
             operation.wait()
         return operation
 
+    def _remember(self, call: Collective, what: Callable[[], str], row: Row) -> None:
+        """Calls with this signature may take the short way from now on."""
+        if not call.even or not hasattr(self._transport, f"_{call.operation}"):
+            return
+        other = call.numel // self.world_size if call.operation in ("all_gather", "reduce_scatter") else 0
+        arguments: tuple[ReduceOp | int, ...] = () if call.op is None else (call.op,)
+        arguments += () if call.root is None else (call.root,)
+        start = getattr(self._transport, f"_{call.operation}")
+        key = (call.operation, arguments, call.dtype, call.numel, other)
+        self._expresses[key] = Express(start, arguments, what, row, call.least_bytes(self.world_size, self.rank))
+
     def _express(
-        self, operation: str, start: Callable[..., Pending], op: ReduceOp | None, root: int, *tensors: torch.Tensor
+        self,
+        operation: str,
+        arguments: tuple[ReduceOp | int, ...],
+        larger: torch.Tensor,
+        smaller: torch.Tensor | None = None,
     ) -> Work | None:
         """The short way, for small messages, where every microsecond in Python counts.
 
         It serves a synchronous call whose signature went the long way to the library before, with nothing to pack,
-        round or divide and nothing pending. None where that is not so.
+        round or divide and nothing pending. None where that is not so, and where the long way says what is wrong.
         """
-        largest = tensors[0]
-        if not isinstance(largest, torch.Tensor):
-            return None  # the long way says what is wrong with it
-        express = self._expresses.get((operation, largest.dtype, op, largest.numel(), root))
-        if express is None or self._closed or self._buffers or generation() != self._generation or self._progress.busy:
+        if not isinstance(larger, torch.Tensor) or not (smaller is None or isinstance(smaller, torch.Tensor)):
             return None
-        for tensor in tensors:
-            if tensor.layout is not torch.strided or not tensor.is_contiguous():
-                return None
-            if tensor.requires_grad or tensor.is_inference():
-                return None
-            if tensor.device != self._transport.device or tensor.dtype != largest.dtype:
-                return None
-        if not self._progress.claim():
+        dtype, numel = larger.dtype, larger.numel()
+        express = self._expresses.get((operation, arguments, dtype, numel, 0 if smaller is None else smaller.numel()))
+        if express is None or self._closed or self._buffers or generation() != self._generation:
             return None
-        express.row.calls += 1
-        express.row.sent_bytes += express.sent_bytes
-        flat = (t if t.dim() == 1 == t.stride(0) else t.as_strided((t.numel(),), (1,)) for t in tensors)
-        extra: tuple[ReduceOp | int, ...] = (op,) if op is not None else (root,) if root >= 0 else ()
-        self._progress.run(lambda: start(*flat, *extra), express.what, express.row, self._where, self.timeout)
+        place = self._transport.device
+        if larger.layout is not _STRIDED or not larger.is_contiguous() or larger.device != place:
+            return None
+        written, flat = larger, larger if larger.dim() == 1 < numel else larger.as_strided((numel,), (1,))
+        if smaller is None:
+            tensors = (flat, *arguments)
+        else:
+            if smaller.layout is not _STRIDED or not smaller.is_contiguous() or smaller.device != place:
+                return None
+            if smaller.dtype != dtype or _meet(larger, smaller):
+                return None
+            numel = smaller.numel()
+            part = smaller if smaller.dim() == 1 < numel else smaller.as_strided((numel,), (1,))
+            if operation == "all_gather":
+                tensors = (flat, part)
+            else:
+                written, tensors = smaller, (part, flat, *arguments)
+        if written.requires_grad or written.is_inference() or not self._progress.claim():
+            return None
+        row = express.row
+        row.calls += 1
+        row.sent_bytes += express.sent_bytes
+        self._progress.run(express.start, tensors, express.what, row, self._where, self.timeout)
         return DONE
 
     def _check_usable(self) -> None:
@@ -305,3 +331,9 @@ class Endpoint:
             ) from self._progress.failure
         if self._closed:
             raise CommClosedError(f"rank {self.rank}: the communicator is closed")
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    first, second = a.data_ptr(), b.data_ptr()
+    return first < second + b.nbytes and second < first + a.nbytes

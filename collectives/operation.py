@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -163,8 +164,7 @@ class Progress(ABC):
         self.failure: CommError | None = None
         self._kill = kill
         self._control = control
-        self._now: Waiting | None = None
-        self._now_what: Callable[[], str] = str
+        self._now: tuple[Callable[[], str], float, float] | None = None  # what, since, time-out of what ``run`` carries
         self._claimed = False  # a collective that is in no queue is under way
         self._ending = threading.Lock()
         self._ended = threading.Event()
@@ -197,14 +197,21 @@ class Progress(ABC):
     def claim(self) -> bool:
         """Whether ``run`` may be called now, and must be: nothing is under way, and nothing starts before it ends."""
 
-    def run(self, start: Callable[[], Pending], what: Callable[[], str], row: Row, where: str, timeout: float) -> None:
+    def run(
+        self,
+        start: Callable[..., Pending],
+        arguments: tuple[Any, ...],
+        what: Callable[[], str],
+        row: Row,
+        where: str,
+        timeout: float,
+    ) -> None:
         """Carry one collective of the backend's own from start to end; after ``claim``."""
         self.calls += 1
         since = time.monotonic()
-        self._now = Waiting(self.calls, "", since, timeout)
-        self._now_what = what
+        self._now = (what, since, timeout)
         try:
-            self._finish(start(), since + timeout)
+            self._finish(start(*arguments), since + timeout)
         except Exception as error:
             operation = Operation(self, iter(()), timeout, where=where, what=what, call=self.calls, row=row)
             self.fail(operation, error)
@@ -225,7 +232,8 @@ class Progress(ABC):
         """The oldest collective that is not done, for the control plane."""
         now = self._now
         if now is not None:
-            return now._replace(what=self._now_what())
+            what, since, timeout = now
+            return Waiting(self.calls, what(), since, timeout)
         oldest = next((operation for operation in self.pending if operation.call), None)
         return None if oldest is None else Waiting(oldest.call, oldest.what, oldest.since, oldest.timeout)
 
@@ -349,7 +357,7 @@ class Polling(Progress):
 
     def claim(self) -> bool:
         with self._lock:
-            if self.busy:
+            if self._queue or self._loose or self._claimed or self.failure is not None:
                 return False
             self._claimed = True
             return True
@@ -358,9 +366,12 @@ class Polling(Progress):
         if self._waits:
             pending.wait(0, deadline)
             return
-        turn = 0
-        while not pending.poll():
-            turn += 1
+        turn, looks = 0, 1 if self._crowded else _LOOKS
+        while True:
+            for _ in range(looks):
+                if pending.poll():
+                    return
+            turn += looks
             self._pause(turn, deadline)
             if self.failure is not None:
                 raise self.failure

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from collectives.backend import Backend, Bootstrap, LibraryCall, Pending
+from collectives.backend import SCHEDULE_TAGS, Backend, Bootstrap, LibraryCall, Pending
 from collectives.communicator import Communicator
 from collectives.errors import CommError, PeerLostError, RendezvousError, UnsupportedError
 from collectives.selection import Table, agree_on_table
@@ -194,7 +194,8 @@ class MpiBackend(Backend):
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.device = torch.device("cpu")
-        self.max_tag = min(self.max_tag, self.MPI.COMM_WORLD.Get_attr(self.MPI.TAG_UB) or 32767)
+        highest = self.MPI.COMM_WORLD.Get_attr(self.MPI.TAG_UB) or 32767
+        self.max_tag = min(self.max_tag, highest + 1 - SCHEDULE_TAGS)
         self.active: set[_MpiPending] = set()
         self._comm = comm
         self.killed = False

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from collectives.backend import Backend, Bootstrap, LibraryCall, Pending
+from collectives.backend import SCHEDULE_TAGS, Backend, Bootstrap, LibraryCall, Pending
 from collectives.backends.sockets import await_listener, listen, within
 from collectives.errors import CommError, CommTimeoutError, PeerLostError, RendezvousError, UnsupportedError
 from collectives.types import P2P, ReduceOp
@@ -247,7 +247,7 @@ class GlooBackend(Backend):
         # An expired receive is the only thing that makes gloo close its connections, which wakes every waiter here
         # and, through the closed sockets, on the peers. Nobody sends with this tag, so it always expires.
         with contextlib.suppress(RuntimeError):
-            receive = group.recv([torch.empty(1)], (self.rank + 1) % self.size, self.max_tag + 1)
+            receive = group.recv([torch.empty(1)], (self.rank + 1) % self.size, self.max_tag + SCHEDULE_TAGS)
             receive.wait(timedelta(milliseconds=1))
 
     def _close(self) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import collectives
-from collectives import Communicator, ReduceOp
+from collectives import CommError, Communicator, ReduceOp
 from collectives import collective as execution
+from collectives.backend import SCHEDULE_TAGS
+from collectives.collective import Collective
 from collectives.schedules import SCHEDULES, executor
-from collectives.schedules.executor import Plan
+from collectives.schedules.executor import Chunks, Plan, even_cuts
 from tests import reference
+from tests.ranks import grid, run_ranks
 from tests.reference import data
 
 # Elements in the whole tensor: chunks that end within, at and behind a segment, and some that are empty.
@@ -110,3 +115,51 @@ def test_receives_are_posted_before_sends() -> None:
     for seen in collectives.run(receives_first, n=2):
         assert len(seen) > 10
         assert all(sends == sorted(sends) for sends in seen)
+
+
+def different_calls(comm: Communicator) -> tuple[str, bool]:
+    """Rank 0 reduces much, the others gather little: what was raised, and whether memory beside the result is whole."""
+    group = comm.split(0)
+    assert group is not None
+    around = torch.zeros(200_000)
+    try:
+        if comm.rank == 0:
+            group.all_reduce(torch.ones(150_000), timeout=1.0)
+        else:
+            group.all_gather(around[: comm.world_size], torch.ones(1), timeout=1.0)
+    except CommError as error:
+        return type(error).__name__, not around[comm.world_size :].any()
+    return "nothing", False
+
+
+@grid(["gloo", "ring+gloo", "ring+mpi", "threads"], [2], threads=(), full=lambda backend, world_size: False)
+def test_messages_of_different_calls_are_never_mixed(backend: str, world_size: int) -> None:
+    """A transport may write beyond the end of a receive that is too short for what came."""
+    for raised, whole in run_ranks(different_calls, world_size=world_size, backend=backend):
+        assert raised in ("CollectiveMismatchError", "CommTimeoutError", "CommError")
+        assert whole
+
+
+def test_tags_tell_calls_apart_and_leave_users_theirs() -> None:
+    chunks = Chunks(torch.empty(12), even_cuts(12, 3))
+    other = Chunks(torch.empty(12), [0, 4, 5, 12])
+    call = Collective("all_reduce", torch.float32, chunks, chunks, ReduceOp.SUM)
+    calls = [
+        (call, "ring"),
+        (call, "direct"),
+        (replace(call, op=ReduceOp.MAX), "ring"),
+        (replace(call, dtype=torch.int32), "ring"),
+        (replace(call, operation="reduce", root=0), "ring"),
+        (replace(call, operation="reduce", root=1), "ring"),
+        (replace(call, input=other, output=other, even=False), "ring"),
+    ]
+    tags = [call.tag(choice) for call, choice in calls]
+    assert tags == [replace(call).tag(choice) for call, choice in calls]
+    assert len(set(tags)) == len(tags)
+    assert all(0 < tag < SCHEDULE_TAGS for tag in tags)
+
+
+def test_ranks_that_pass_different_parts_have_one_tag() -> None:
+    chunks = [Chunks(torch.empty(numel), even_cuts(numel, 2)) for numel in (4, 6)]
+    calls = [Collective("all_to_all", torch.float32, a, b, even=False) for a in chunks for b in chunks]
+    assert len({call.tag("pairwise") for call in calls}) == 1

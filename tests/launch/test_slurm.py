@@ -183,4 +183,4 @@ def test_mpirun_inside_a_job(env: dict[str, str], tmp_path: Path) -> None:
     script.write_text(f"#!/bin/sh\ncd {ROOT}\nexport PYTHON={sys.executable}\nexec {line}\n")
     done = run(["sbatch", "--wait", "--overcommit", "--ntasks=2", f"--output={log}", str(script)], env)
     assert done.returncode == 0, log.read_text()
-    assert log.read_text().count('"size": 2, "backend": "mpi"') == 2
+    assert log.read_text().count('"size": 2, "backend": "shm+mpi"') == 2
