@@ -7,6 +7,7 @@ What an argument must be stands in ``arguments.py``, what travels in ``collectiv
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TypedDict, TypeVar
 
@@ -14,9 +15,9 @@ import torch
 from typing_extensions import Unpack
 
 from collectives.arguments import check_numel, check_overlap, check_rank, check_same_dtype, check_sizes, cuts_of
-from collectives.backend import SCHEDULE_TAGS
 from collectives.collective import Algorithm, Collective
 from collectives.endpoint import Endpoint
+from collectives.messages import spread, wire_tag
 from collectives.schedules.arithmetic import check_reducible
 from collectives.schedules.executor import Chunks, Posted
 from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
@@ -239,8 +240,9 @@ class Communicator(Endpoint):
         Messages between two ranks with one tag arrive in the order sent. They overtake pending collectives. A message
         to the rank itself is copied, and must be sent before, or together with, its receive.
         """
-        if not 0 <= tag < self._transport.max_tag:
-            raise ValueError(f"tag is {tag}, expected 0 to {self._transport.max_tag - 1}")
+        width = spread(self._transport)
+        if not 0 <= tag < self._transport.max_tag // width:
+            raise ValueError(f"tag is {tag}, expected 0 to {self._transport.max_tag // width - 1}")
         for op in ops:
             check_rank("dst" if op.sends else "src", op.peer, self.world_size)
         flats = [self._flat(op.tensor, "tensor", written=not op.sends) for op in ops]
@@ -263,12 +265,17 @@ class Communicator(Endpoint):
             else:
                 raise ValueError(f"rank {self.rank} receives from itself with tag {tag}, but has not sent itself any")
         wire = [op for op in wire if op.tensor.numel()]
+        messages = [self._progress.ledger.enter(op, tag) for op in wire]
+        by_tag: defaultdict[int, list[P2P]] = defaultdict(list)
+        for op in wire:
+            by_tag[wire_tag(tag, op.tensor.numel(), op.tensor.dtype, width)].append(op)
         name = "exchange" if len(ops) != 1 else "send" if ops[0].sends else "recv"
         row = self._statistics.row(name)
 
         def steps() -> Iterator[Posted]:
-            if wire:
-                yield self._poster(row, SCHEDULE_TAGS + tag)(wire)
+            yield from [
+                self._poster(row, sent_as)(those) for sent_as, those in by_tag.items()
+            ]  # all are under way first
             for flat in flats:
                 flat.finish()
 
@@ -276,8 +283,7 @@ class Communicator(Endpoint):
             details = ", ".join(f"{'to' if op.sends else 'from'} {op.peer}: {op.tensor.numel()}" for op in ops)
             return f"{name} ({details})"
 
-        peers = [op.peer for op in wire]
-        return self._start(what, steps(), row, async_op, timeout, peers=peers)
+        return self._start(what, steps(), row, async_op, timeout, messages=messages)
 
     # Objects
 

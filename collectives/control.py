@@ -8,9 +8,10 @@ missing and who called something else. One thread a process reads these notes an
 Notes are lines of JSON. Ranks in notes are those of the communicator that ``init`` made; ``group`` is the name of that
 one ("") or of a split.
 
-    to the hub    {rank, token} first, then bye {calls}, closed {group}, wait {group, call, what}, fail {group, reason}
+    to the hub    {rank, token} first, then bye {calls}, closed {group}, wait {group, call, what}, fail {group, reason},
+                  message {group, to, message}
     from the hub  lost {rank, how}, left {rank, calls, gone}, waiting {group, call, ranks}, mismatch {group, whats},
-                  fail
+                  fail, message {group, message, by}
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 from collectives.errors import CollectiveMismatchError, CommError, CommTimeoutError, PeerLostError, RendezvousError
 from collectives.fork import close_in_child, generation
+from collectives.messages import Ledger, Message
 
 Note = dict[str, Any]
 Share = Callable[[bytes | None], bytes]  # rank 0's bytes, on every rank
@@ -45,15 +47,31 @@ class Waiting(NamedTuple):
     timeout: float
 
 
+class Late(Protocol):
+    """Something with a beginning (monotonic) and a time-out, both in seconds."""
+
+    @property
+    def since(self) -> float: ...
+    @property
+    def timeout(self) -> float: ...
+
+
+def is_late(what: Late, now: float) -> bool:
+    """Whether it has waited long enough to be worth a question to the others."""
+    return now - what.since > min(1.0, what.timeout / 4)
+
+
 class Group(Protocol):
     """What the control plane sees of a communicator. ``members`` are ranks of the first communicator, in order."""
 
     name: str
     members: Sequence[int]
     calls: int  # collectives started so far
+    ledger: Ledger
 
     def waiting(self) -> Waiting | None: ...
     def awaits(self, member: int) -> bool: ...  # a point-to-point operation with that member is pending
+    def late_messages(self, now: float) -> list[Message]: ...
     def end(self, error: CommError) -> None: ...
 
 
@@ -144,6 +162,10 @@ class Hub:
     def _on_fail(self, by: int, /, **note: Any) -> None:
         self._tell(note="fail", by=by, **note)
 
+    def _on_message(self, by: int, /, to: int, **note: Any) -> None:
+        if to in self._peers:
+            self._peers[to].send(note="message", by=by, **note)
+
     def _on_wait(self, rank: int, /, group: str, call: int, what: str) -> None:
         table = self._calls.setdefault(group, {})
         table[rank] = (call, what)
@@ -198,6 +220,7 @@ class Control:
         self._left: dict[tuple[int, str], tuple[float, int]] = {}  # (rank, group) to when, and how many calls it made
         self._reported: dict[str, tuple[int, float]] = {}
         self._answers: dict[str, Note] = {}
+        self._asked: dict[str, float] = {}  # group to when it last asked about messages
         self._closed = False
         self._generation = generation()
         atexit.register(self._at_exit)
@@ -284,14 +307,24 @@ class Control:
         now = time.monotonic()
         for group in [*self.groups]:
             waiting = group.waiting()
-            if waiting is not None and now - waiting.since > min(1.0, waiting.timeout / 4):
+            if waiting is not None and is_late(waiting, now):
                 reported = self._reported.get(group.name)
                 if reported is None or reported[0] != waiting.call:
                     self._reported[group.name] = (waiting.call, now)
                     self._lines.send(note="wait", group=group.name, call=waiting.call, what=waiting.what)
+            self._ask_about_messages(group, now)
             for (rank, name), (since, calls) in [*self._left.items()]:
                 if name == group.name and rank in group.members:
                     self._check_left(group, waiting, rank, calls, now - since)
+
+    def _ask_about_messages(self, group: Group, now: float) -> None:
+        """Let each peer compare with its own side what has waited here for a while; it may start that side later."""
+        late = group.late_messages(now)
+        if late and now - self._asked.get(group.name, 0.0) > 1.0:
+            self._asked[group.name] = now
+            for message in late:
+                to = group.members[message.peer]
+                self._lines.send(note="message", group=group.name, to=to, message=message)
 
     def _check_left(self, group: Group, waiting: Waiting | None, rank: int, calls: int, ago: float) -> None:
         member = group.members.index(rank)
@@ -324,6 +357,17 @@ class Control:
     def _on_waiting(self, group: str, **answer: Any) -> None:
         self._answers[group] = answer
 
+    def _on_message(self, group: str, message: Sequence[Any], by: int) -> None:
+        """A peer waits for a message's other side, which may have gone wrong here."""
+        for watched in [*self.groups]:
+            if watched.name == group and by in watched.members:
+                theirs = Message(watched.members.index(by), *message[1:])
+                mine = watched.ledger.counterpart(theirs)
+                if mine is not None and mine.what != theirs.what:
+                    error = CollectiveMismatchError(_differing(watched.members.index(self.rank), mine, theirs))
+                    self.failed(watched, error)
+                    watched.end(error)
+
     def _on_mismatch(self, group: str, call: int, whats: Mapping[str, str]) -> None:
         for watched in [*self.groups]:
             if watched.name == group:
@@ -355,3 +399,13 @@ class Control:
                     if kind == "CollectiveMismatchError"
                     else CommError(said)
                 )
+
+
+def _differing(rank: int, mine: Message, theirs: Message) -> str:
+    """What is wrong between two sides of a message, one of them of this ``rank``."""
+    sides = {mine.sends: (rank, mine.what), theirs.sends: (mine.peer, theirs.what)}
+    (source, sent), (target, expected) = sides[True], sides[False]
+    return (
+        f"rank {source} sends {sent} to rank {target}, which receives {expected} (message {mine.number} between them "
+        f"with tag {mine.tag}); make numel and dtype equal on both sides, and the order of messages with one tag"
+    )

@@ -21,6 +21,7 @@ from collectives.collective import NATIVE, Algorithm, Collective
 from collectives.control import Control
 from collectives.errors import CommClosedError, CommError
 from collectives.fork import generation
+from collectives.messages import Message
 from collectives.operation import DONE, Engine, Operation, Polling, Progress
 from collectives.schedules.executor import Post, Posted, Scratch
 from collectives.schedules.round import Schedule
@@ -242,13 +243,13 @@ class Endpoint:
         row: Row,
         async_op: bool,
         timeout: float | None,
-        peers: Sequence[int] | None = None,
+        messages: Sequence[Message] | None = None,
     ) -> Operation:
-        """Begin an operation: a collective, or with ``peers`` a point-to-point one."""
+        """Begin an operation: a collective, or with ``messages`` a point-to-point one."""
         with self._lock:
             self._check_usable()
             row.calls += 1
-            if peers is None:
+            if messages is None:
                 self._progress.calls += 1
             operation = Operation(
                 self._progress,
@@ -256,9 +257,9 @@ class Endpoint:
                 self.timeout if timeout is None else timeout,
                 where=self._where,
                 what=what,
-                call=self._progress.calls if peers is None else 0,
+                call=self._progress.calls if messages is None else 0,
                 row=row,
-                peers=peers or (),
+                messages=messages or (),
             )
             self._progress.submit(operation, sync=not async_op)
         if not async_op:

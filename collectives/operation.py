@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from collectives.backend import Pending
-from collectives.control import Control, Waiting
+from collectives.control import Control, Waiting, is_late
 from collectives.errors import CollectiveMismatchError, CommClosedError, CommError, CommTimeoutError, PeerLostError
+from collectives.messages import Ledger, Message
 from collectives.schedules.executor import Posted
 from collectives.statistics import Row
 from collectives.types import Work
@@ -32,8 +33,8 @@ class Operation(Work):
     """One call, from its start to its end.
 
     ``what`` is the call with its signature, ``call`` its number among the communicator's collectives (0 for
-    point-to-point, which stands in no order) and ``peers`` whom a point-to-point call talks to; ``where`` says for
-    error messages which rank of what this is.
+    point-to-point, which stands in no order) and ``messages`` those of a point-to-point call; ``where`` says for error
+    messages which rank of what this is.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Operation(Work):
         what: Callable[[], str],
         call: int,
         row: Row,
-        peers: Sequence[int] = (),
+        messages: Sequence[Message] = (),
     ) -> None:
         self.progress = progress
         self.timeout = timeout
@@ -54,7 +55,7 @@ class Operation(Work):
         self._what = what
         self.call = call
         self.row = row
-        self.peers = peers
+        self.messages = messages
         self.since = time.monotonic()
         self.threaded = False  # some thread is at it
         self.done = False
@@ -161,6 +162,7 @@ class Progress(ABC):
         self.name = name
         self.members = members
         self.calls = 0
+        self.ledger = Ledger()
         self.failure: CommError | None = None
         self._kill = kill
         self._control = control
@@ -239,7 +241,12 @@ class Progress(ABC):
 
     def awaits(self, member: int) -> bool:
         """Whether a point-to-point operation with ``member`` is not done."""
-        return any(member in operation.peers for operation in self.pending)
+        return any(message.peer == member for operation in self.pending for message in operation.messages)
+
+    def late_messages(self, now: float) -> list[Message]:
+        """What has waited long for a peer's send or receive."""
+        late = [operation for operation in self.pending if operation.messages and is_late(operation, now)]
+        return [message for operation in late for message in operation.messages]
 
     def fail(self, operation: Operation | None, error: BaseException) -> None:
         """Something went wrong here: end the communicator, on all ranks."""

@@ -81,6 +81,33 @@ def check_message_timeout(comm: Communicator, case: Case) -> None:
     still_works(comm, "the parent of a group that failed")
 
 
+def check_message_mismatch(comm: Communicator, case: Case) -> None:
+    """A receive of another size or dtype than what is sent: an error, and no element beside the receive's changes."""
+    w, r = comm.world_size, comm.rank
+    if w == 1 or not comm._transport.tags:
+        return
+    for sent, expected in ((200_000, 50), (50, 200_000), (64, torch.float64)):
+        group = comm.split(0)
+        assert group is not None
+        around = torch.zeros(400_000, device=comm.device)
+        numel, dtype = (expected, torch.float32) if isinstance(expected, int) else (sent // 2, expected)
+        inside = around[1000 : 1000 + numel * dtype.itemsize // 4].view(dtype)
+        try:
+            if r == 0:
+                group.send(torch.ones(sent, device=comm.device), 1, timeout=_LIMIT)
+            elif r == 1:
+                group.recv(inside, 0, timeout=_LIMIT)
+                raise AssertionError(f"a receive of {numel} x {dtype} ended with {sent} x float32")
+            group.barrier(timeout=20 * _LIMIT)
+        except CommError:
+            pass
+        else:
+            raise AssertionError("a rank went on after a send and a receive that differ")
+        beside = int(around[:1000].count_nonzero() + around[1000 + numel * dtype.itemsize // 4 :].count_nonzero())
+        require(beside == 0, f"{beside} elements beside those of the receive were written")
+        still_works(comm, "the parent of a group that failed")
+
+
 def check_abort(comm: Communicator, case: Case) -> None:
     """``abort`` from another thread wakes whoever waits here."""
     w, r = comm.world_size, comm.rank
@@ -101,5 +128,6 @@ def check_abort(comm: Communicator, case: Case) -> None:
 CHECKS = (
     Check("failures", check_timeout, (Case(seed=0),)),
     Check("failures", check_message_timeout),
+    Check("failures", check_message_mismatch),
     Check("failures", check_abort),
 )
