@@ -24,7 +24,10 @@ class DistributedDataParallel(nn.Module):
 
     Parameters and buffers start as rank 0's; buffers are rank 0's again at every training forward. After a backward
     each ``.grad`` is the average over ranks (None where no rank used the parameter). Collective: built, called and
-    differentiated alike on all ranks.
+    differentiated alike on all ranks. A module that is wrapped again belongs to the later wrapper.
+
+    Hooks that users register to run after accumulation (``register_post_accumulate_grad_hook``) run when the average is
+    there, so an optimizer may step in them.
 
     Args:
         module: stays available as ``.module``; names in ``state_dict`` start with ``module.``.
@@ -56,7 +59,8 @@ class DistributedDataParallel(nn.Module):
         runtime = Runtime(comm, static_graph=static_graph)
         options = Options(STAGES[0], bucket_mb=float(bucket_cap_mb), grad_views=gradient_as_bucket_view)
         agree(module, comm, options.ignored)
-        wrap(self, module, "", runtime, options)
+        for group in wrap(self, module, "", runtime, options).groups:
+            group.gradients.replaceable = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedError(_NO_COPY)

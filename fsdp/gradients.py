@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from collectives import Communicator, ReduceOp
 from fsdp.flat_layout import FlatLayout, local_shape
+from fsdp.gradient_hooks import Arrival
 from fsdp.reduction import Reduction, Target
 
 TakeBuffer = Callable[[int, torch.dtype], torch.Tensor]
@@ -57,7 +58,9 @@ class Gradients:
         self._whole = layout
         self._views = views
         self._counts = counts
-        self._hooked: set[int] = set()
+        self.replaceable = False  # another wrapper may take its parameters over
+        self.retired = False  # one has
+        self._hooks: dict[int, RemovableHandle] = {}
         self._missing: set[int] | None = None  # whose gradients backward still owes; None outside of backward
         self.want(tuple(p.requires_grad for p in parameters))
 
@@ -80,10 +83,9 @@ class Gradients:
         )
         for i, want in enumerate(wanted):
             self.leaves[i].requires_grad_(want)
-            if want and self._counts and i not in self._hooked:
-                self._hooked.add(i)
-                hook = _arrival(weakref.ref(self), i)
-                self.leaves[i].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if want and self._counts and i not in self._hooks:
+                handle = self.leaves[i].register_post_accumulate_grad_hook(Arrival(self, i))  # type: ignore[no-untyped-call]
+                self._hooks[i] = handle
 
     def begin_backward(self) -> None:
         """No gradient of this backward is there yet."""
@@ -113,6 +115,12 @@ class Gradients:
         if self.shards:
             for leaf in self.leaves:
                 leaf.grad = None
+
+    def retire(self) -> None:
+        """Another wrapper has taken the parameters over: hear of their gradients no more."""
+        self.retired = True
+        for handle in self._hooks.values():
+            handle.remove()
 
     def start_reduction(self, take_buffer: TakeBuffer, first: bool) -> Reduction:
         """Take the gradients, and start to average them over ranks.
@@ -175,15 +183,6 @@ class Gradients:
             elif gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
         return bucket
-
-
-def _arrival(gradients: weakref.ref[Gradients], i: int) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        alive = gradients()
-        if alive is not None:
-            alive.arrived(i)
-
-    return hook
 
 
 def _nothing() -> None:

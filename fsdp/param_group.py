@@ -35,6 +35,7 @@ from torch import nn
 from collectives import Communicator, Work
 from collectives.errors import UnsupportedError
 from fsdp.flat_layout import FlatLayout, local_shape
+from fsdp.gradient_hooks import put_off
 from fsdp.gradients import Gradients
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
@@ -182,13 +183,18 @@ class ParamGroup:
         self._free()
 
     def guard(self, unit_module: nn.Module) -> None:
-        """From now on modules inside of ``unit_module`` refuse to run at rest. See [Note: modules at rest]."""
+        """From now on modules inside of ``unit_module`` refuse to run at rest. See [Note: modules at rest].
+
+        A module whose parameters are of several groups is guarded by the first: its unit enters and leaves all.
+        """
         if not self.strategy.shards:
             return
         for managed in self.managed:
             for module, name in managed.owners:
-                if module is not unit_module and module not in self._inner and "_fsdp_unit" not in module.__dict__:
-                    self._inner[module] = module.__dict__.get("forward")
+                own = module.__dict__.get("forward")
+                is_unit = module is unit_module or "_fsdp_unit" in module.__dict__
+                if not is_unit and not hasattr(own, "__fsdp_guard__"):
+                    self._inner[module] = own
                     module.__dict__["forward"] = _refusal(f"{type(module).__name__}.{name} ({managed.name!r})")
         self._refusals = [(module, module.__dict__["forward"]) for module in self._inner]
 
@@ -201,6 +207,11 @@ class ParamGroup:
 
     def check_parameters(self) -> None:
         """Mend what callers did to parameters between steps, or say what cannot be mended."""
+        if self.gradients.retired:
+            raise UnsupportedError(
+                f"parameter {self.managed[0].name!r} of this DistributedDataParallel was wrapped once more, and "
+                "belongs to the later wrapper; expected a forward of that one"
+            )
         for i, managed in enumerate(self.managed):
             parameter = managed.parameter
             for module, name in managed.owners:
@@ -208,8 +219,11 @@ class ParamGroup:
                 if held is not parameter and held is not self.leaves[i]:
                     self._take_back(i, held)
                     module._parameters[name] = parameter
-            if self.strategy.shards and parameter.data_ptr() != self._pointers[i]:
-                self._take_back(i, parameter)
+            if self.strategy.shards:
+                if parameter.data_ptr() != self._pointers[i]:
+                    self._take_back(i, parameter)
+            elif len(parameter._post_accumulate_grad_hooks or ()) > 1:
+                put_off(parameter)
             if parameter.requires_grad is not self.gradients.wanted[i]:
                 self.gradients.want(tuple(m.parameter.requires_grad for m in self.managed))
 
@@ -363,4 +377,5 @@ def _refusal(what: str) -> Callable[..., NoReturn]:
             "fsdp.register_fsdp_forward_method, or fsdp.summon_full_params around this one"
         )
 
+    forward.__fsdp_guard__ = True  # type: ignore[attr-defined]
     return forward

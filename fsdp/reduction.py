@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Work
+from fsdp.gradient_hooks import run_put_off
 from fsdp.shard_gradient import ShardGradient
 
 
@@ -83,6 +84,8 @@ class Reduction:
                     parameter.grad.add_(gradient)
                 else:
                     parameter.grad = gradient if target.views else gradient.clone()
+                if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+                    run_put_off(parameter)
             else:
                 _accumulate(parameter, gradient, target.sharded_over)
 

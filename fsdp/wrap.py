@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from fsdp.gradient_hooks import replicated_in
 from fsdp.meta_device import Initialise, materialise
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.param_group import ManagedParameter, ParamGroup
@@ -138,7 +139,11 @@ class _Walk:
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in self.ignored:
                 continue
-            if id(parameter) in self.taken or hasattr(parameter, "full_shape"):
+            other = replicated_in(parameter)
+            if other is not None and other.replaceable:
+                other.retire()
+                other = None
+            if id(parameter) in self.taken or hasattr(parameter, "full_shape") or other is not None:
                 self.borrowed.append((parameter, module, name))
             else:
                 managed = self.owned.setdefault(id(parameter), ManagedParameter(prefix + name, parameter))

@@ -13,6 +13,7 @@ import collectives
 from collectives import Communicator
 from collectives.errors import UnsupportedError
 from fsdp import fully_shard
+from fsdp.unit import unit_of
 from tests.fsdp.models import WIDTH, WORDS, adamw, difference, filled, full_state, reference, train
 from tests.fsdp.test_units import OddBlock, TiedAcross
 from tests.ranks import grid, run_ranks
@@ -134,10 +135,11 @@ def separate_calls(comm: Communicator, stage: int) -> float:
     model = filled(TiedAcross(), comm.rank)
     for part in (model.embed, *model.blocks, model.head):
         fully_shard(part, comm, stage=stage)
-    if stage:
-        with pytest.raises(UnsupportedError, match=r"Head\.weight is tied to a parameter"):
-            model.head(torch.zeros(1, WIDTH, dtype=torch.float64))
+    with pytest.raises(UnsupportedError, match=r"Head\.weight is tied to a parameter"):
+        model.head(torch.zeros(1, WIDTH, dtype=torch.float64))
     fully_shard(model, comm, stage=stage)
+    managed = [m.name for group in unit_of(model).runtime.groups for m in group.managed]
+    assert len(managed) == len(dict(model.named_parameters()))  # a tied one is reduced once
     state, _ = train(comm, model, 3, adamw)
     assert model.head.weight is model.embed.weight
     return difference(state, reference(filled(TiedAcross()), comm.world_size, 3, adamw)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -40,9 +41,53 @@ def steps_in_backward(comm: Communicator, strategy: str | int) -> float:
     return difference(full_state(model), expected)
 
 
-@pytest.mark.parametrize("strategy", [1, 2, 3])
+@every_strategy
 def test_step_in_backward(strategy: str | int) -> None:
     assert max(run(steps_in_backward, strategy, n=3)) < 1e-10
+
+
+def removed_hook(comm: Communicator, strategy: str | int) -> list[int]:
+    """A hook that is registered late and removed again through its handle; under ``no_sync`` it waits."""
+    model = wrapped(filled(Layer(), comm.rank), comm, strategy)
+    p = next(model.parameters())
+    calls: list[int] = []
+    handle = p.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    seen = []
+    for quiet in (False, True, False):
+        with model.no_sync() if quiet else contextlib.nullcontext():
+            model(noise(comm.rank, 0)).sum().backward()
+        seen.append(len(calls))
+    handle.remove()
+    model(noise(comm.rank, 0)).sum().backward()
+    return [*seen, len(calls)]
+
+
+@every_strategy
+def test_hooks_run_once_a_reduction_and_can_be_removed(strategy: str | int) -> None:
+    kept = strategy in ("ddp", 0, 1)
+    assert run(removed_hook, strategy) == [[1, 1, 2, 2] if kept else [1, 2, 3, 3]] * 2
+
+
+def wrapped_again(comm: Communicator) -> tuple[float, int]:
+    """Whether a wrapper that is gone has been collected must not change what ranks send."""
+    inner = filled(Layer(), comm.rank)
+    first = DistributedDataParallel(inner, comm)
+    second = DistributedDataParallel(inner, comm)
+    before = comm.stats().operations["all_reduce"].calls
+    x = noise(comm.rank, 0)
+    second(x).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"inner\.weight.* was wrapped once more"):
+        first(x)
+    calls = comm.stats().operations["all_reduce"].calls - before
+    plain = filled(Layer())
+    for rank in range(comm.world_size):
+        (plain(noise(rank, 0)).sum() / comm.world_size).backward()
+    grads = zip(inner.parameters(), plain.parameters(), strict=True)
+    return max(float((p.grad - q.grad).abs().max()) for p, q in grads), calls
+
+
+def test_a_module_wrapped_again_belongs_to_the_later_wrapper() -> None:
+    assert all(worst < 1e-12 and calls == 2 for worst, calls in run(wrapped_again))
 
 
 class Layer(nn.Module):

@@ -223,6 +223,40 @@ def test_d19_f1_f11_all_dtypes_start_as_on_rank_0(strategy: str | int, world_siz
     run(mixed, strategy, n=world_size)
 
 
+class TwoDtypes(nn.Module):
+    """A part of a unit whose parameters are in two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(5))
+        self.narrow = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.wide + self.narrow.float()
+
+
+def two_dtypes(comm: Communicator, strategy: str | int) -> None:
+    inner = nn.Sequential(TwoDtypes(), TwoDtypes())
+    model = wrapped(inner, comm, strategy)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.full((5,), comm.rank + 1.0)).sum().backward()
+    if strategy not in ("ddp", 0):
+        with pytest.raises(UnsupportedError, match="at rest"):
+            inner[0](torch.ones(5))
+    optim.step()
+    state = {name: value.tolist() for name, value in full_state(model).items()}
+    mean = (comm.world_size + 1) / 2
+    assert state == {
+        "0.wide": [1 - mean] * 5, "0.narrow": [0.0] * 5, "1.wide": [1 - (mean + 1)] * 5, "1.narrow": [0.0] * 5
+    }  # fmt: skip
+
+
+@every_strategy
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_mixed_orig_dtypes_in_a_bucket(strategy: str | int, world_size: int) -> None:
+    run(two_dtypes, strategy, n=world_size)
+
+
 def different_shapes(comm: Communicator, strategy: str | int, what: str) -> str:
     model = filled(OddNet(1), dtype=torch.float32)
     if comm.rank == 1:
