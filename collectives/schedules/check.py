@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from collectives.schedules.replay import Mail, Message, Rank, ScheduleError, exchange, next_rounds, replay, rounds_of
 from collectives.schedules.round import Schedule
-from collectives.schedules.task import ROOTED, UNROOTED, Task, Value
+from collectives.schedules.symmetry import UnlikeError, check_roots, part_of_all
+from collectives.schedules.task import CHUNKS_ALIKE, ROOTED, UNROOTED, Task, Value
 
 __all__ = ["Report", "ScheduleError", "check"]
 
@@ -29,12 +30,16 @@ def check(
     in_rank_order: bool = False,
     expect: Report | None = None,
     rotations: int | None = None,
+    every_root: bool = False,
 ) -> Report:
     """Prove ``schedule`` for ``size`` ranks.
 
     Proved are: each contribution is in the result exactly once and nothing else is; the result is everywhere it should
     be; IN is never written, and nothing is read before it is there; messages meet in length and dtype; no deadlock,
     even where a send blocks until it is received; 16-bit floats are rounded once.
+
+    All ranks are followed. Where that is shown to be the same, one rank stands for all (it names others by their
+    distance only: see [Note: a rank as a symbol]), or one chunk for all (the tensor is never cut).
 
     Args:
         schedule: a generator of ``Round`` for (rank, size), or (rank, size, root) for a rooted operation.
@@ -43,8 +48,9 @@ def check(
         root: of a broadcast, gather, reduce or scatter (there it is source or destination).
         in_rank_order: whether contributions must be added in the order of ranks, one at a time.
         expect: the rounds and the volume that it should have.
-        rotations: where every rank does what rank 0 does, rotated, it is enough to follow rank 0: then this many other
-            ranks are compared with it. None follows all ranks. Not for rooted operations.
+        rotations: for large worlds: follow rank 0, and compare with it this many other ranks, picked at random. Not a
+            proof for the others. None follows all. Not for rooted operations.
+        every_root: also show that it does for any root what it does for root 0, rotated. ``root`` must be 0.
 
     Returns:
         The rounds and the volume it has.
@@ -62,17 +68,44 @@ def check(
         raise ValueError(f"{operation} takes {expected}, got {root}")
     if rotations is not None and root is not None:
         raise ValueError(f"{operation} has a root, so its ranks are not alike; leave out rotations")
+    if every_root and root != 0:
+        raise ValueError(f"every_root compares with root 0, got root {root}")
     task = Task(operation, size, root, in_rank_order)
-    if rotations is None:
-        followed = replay(schedule, task)
-    else:
-        others = random.Random(size).sample(range(1, size), min(rotations, size - 1))
-        followed = _replay_rotated(schedule, task, sorted(others))
-    *_, ranks = followed
-    report = Report(ranks[0].round, max(rank.volume for rank in ranks))
+    report = _prove(schedule, task) if rotations is None else _sample(schedule, task, rotations)
     if expect is not None and report != expect:
         raise ScheduleError(f"expected {expect} for {size} ranks, found {report}")
+    if every_root:
+        try:
+            check_roots(schedule, size, chunks_alike=operation in CHUNKS_ALIKE)
+        except UnlikeError:
+            raise ScheduleError("does not do for every root what it does for root 0; check each root") from None
     return report
+
+
+def _prove(schedule: Schedule, task: Task) -> Report:
+    """By the shortest way that there is. A breach sends it the long way, which names the first one."""
+    ways: list[Iterator[list[Rank]]] = []
+    if task.root is None and not task.in_rank_order:
+        ways.append(_replay_rotated(lambda rank, size: part_of_all(schedule, size), task, []))
+    if task.operation in CHUNKS_ALIKE:
+        ways.append(replay(schedule, task._replace(whole=True)))
+    for way in ways:
+        try:
+            return _report(way, task)
+        except (UnlikeError, ScheduleError):
+            continue
+    return _report(replay(schedule, task), task)
+
+
+def _sample(schedule: Schedule, task: Task, rotations: int) -> Report:
+    others = random.Random(task.size).sample(range(1, task.size), min(rotations, task.size - 1))
+    return _report(_replay_rotated(schedule, task, sorted(others)), task)
+
+
+def _report(followed: Iterator[list[Rank]], task: Task) -> Report:
+    *_, ranks = followed
+    chunks = task.size if ranks[0].task.whole else 1
+    return Report(ranks[0].round, chunks * max(rank.volume for rank in ranks))
 
 
 def _replay_rotated(schedule: Schedule, task: Task, others: list[int]) -> Iterator[list[Rank]]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from collectives.schedules.round import ACC, IN, OUT, RX, Buf, Round, Schedule, Span, Sum
+from collectives.schedules.symmetry import whole
 from collectives.schedules.task import Task, Value, name_ranks
 
 
@@ -165,7 +166,7 @@ class Rank:
     def _places(self, span: Span) -> list[Place]:
         buf, first, count = span
         if buf is IN or buf is OUT:
-            return [(buf, (first + i) % self.task.size) for i in range(count)]
+            return [(buf, (first + i) % self.task.chunks) for i in range(count)]
         if first < 0:
             raise self.error(first, f"names {_name(span)}; scratch slots count from 0")
         return [(buf, first + i) for i in range(count)]
@@ -193,7 +194,10 @@ def _name(place: Place | Span) -> str:
 
 
 def replay(schedule: Schedule, task: Task) -> Iterator[list[Rank]]:
-    """All ranks, before the first round and after each; after the last, the results are checked too."""
+    """All ranks, before the first round and after each; after the last, the results are checked too.
+
+    Raises ``UnlikeError`` for a task with the tensor as a whole, where the schedule tells chunks apart.
+    """
     ranks = [Rank(task, rank) for rank in range(task.size)]
     running = [rounds_of(schedule, task, rank) for rank in range(task.size)]
     yield ranks
@@ -210,7 +214,8 @@ def replay(schedule: Schedule, task: Task) -> Iterator[list[Rank]]:
 
 def rounds_of(schedule: Schedule, task: Task, rank: int) -> Iterator[Round]:
     """One rank's part of the schedule."""
-    return schedule(rank, task.size) if task.root is None else schedule(rank, task.size, task.root)
+    rounds = schedule(rank, task.size) if task.root is None else schedule(rank, task.size, task.root)
+    return whole(rounds, task.size) if task.whole else rounds
 
 
 def next_rounds(running: Sequence[Iterator[Round]], ranks: Sequence[Rank]) -> list[Round] | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 UNROOTED = ("all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
 ROOTED = ("broadcast", "gather", "reduce", "scatter")
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+CHUNKS_ALIKE = ("all_reduce", "broadcast", "reduce")  # no chunk belongs to a rank
 
 
 class Value(NamedTuple):
@@ -27,12 +28,20 @@ class Value(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is to be proved: this operation, for these many ranks."""
+    """What is to be proved: this operation, for these many ranks.
+
+    ``whole``: the tensor is one chunk, not one for each rank; only for operations whose chunks are alike.
+    """
 
     operation: str
     size: int
     root: int | None = None
     in_rank_order: bool = False
+    whole: bool = False
+
+    @property
+    def chunks(self) -> int:
+        return 1 if self.whole else self.size
 
     @property
     def reduces(self) -> bool:
@@ -42,7 +51,7 @@ class Task(NamedTuple):
         """IN as it is before the first round: empty where it does not exist."""
         match self.operation:
             case "all_reduce" | "reduce" | "reduce_scatter" | "all_to_all":
-                chunks: Iterable[int] = range(self.size)
+                chunks: Iterable[int] = range(self.chunks)
             case "gather":
                 chunks = (rank,)
             case "scatter":
@@ -74,18 +83,18 @@ class Task(NamedTuple):
             case "barrier":
                 return {rank: Value(rank, everyone)}
             case "broadcast":
-                return {chunk: Value(chunk, 1 << root) for chunk in range(self.size)}
+                return {chunk: Value(chunk, 1 << root) for chunk in range(self.chunks)}
             case "scatter":
                 return {rank: Value(rank, 1 << root)}
             case "gather":
                 chunks = range(self.size) if rank == root else range(0)
                 return {chunk: Value(chunk, 1 << chunk) for chunk in chunks}
             case "reduce":
-                chunks = range(self.size) if rank == root else range(0)
+                chunks = range(self.chunks) if rank == root else range(0)
             case "reduce_scatter":
                 chunks = range(rank, rank + 1)
             case _:
-                chunks = range(self.size)
+                chunks = range(self.chunks)
         return {chunk: Value(chunk, everyone, final=True) for chunk in chunks}
 
 

@@ -12,11 +12,22 @@ from collectives.schedules.__main__ import main
 from collectives.schedules.task import ROOTED
 
 SMALL = [*range(1, 10), 16, 17, 33]
-LARGE = [size for size in range(1, 65) if size not in SMALL]
-HUGE = [*range(65, 257), 1000, 4096, 4097]
+ALL = range(1, 257)
+HUGE = [1000, 4096, 4097]
+# Every rank has to be followed with all its messages, of which there are p (p - 1): at 256 ranks that takes seconds.
+SLOW = [("reduce_scatter", "direct"), ("all_reduce", "direct"), ("reduce", "direct"), ("broadcast", "direct")]
+QUICK = [key for key in SCHEDULES if key not in SLOW]
+SOME = [*range(1, 49), 64, 96, 127, 128, 129, 256]
 
 
-def prove(operation: str, algorithm: str, size: int, root: int | None = None, rotations: int | None = None) -> None:
+def prove(
+    operation: str,
+    algorithm: str,
+    size: int,
+    root: int | None = None,
+    rotations: int | None = None,
+    every_root: bool = False,
+) -> None:
     entry = SCHEDULES[operation, algorithm]
     promise = Report(entry.rounds(size), entry.volume(size))
     check(
@@ -27,6 +38,7 @@ def prove(operation: str, algorithm: str, size: int, root: int | None = None, ro
         in_rank_order=entry.in_rank_order,
         expect=promise,
         rotations=rotations,
+        every_root=every_root,
     )
 
 
@@ -36,6 +48,15 @@ def roots(operation: str, size: int) -> list[int | None]:
     return list(range(size)) if size <= 9 else [0, size // 3, size - 1]
 
 
+def first_root(operation: str) -> int | None:
+    return 0 if operation in ROOTED else None
+
+
+def rotates(operation: str, algorithm: str) -> bool:
+    """Whether other roots do what root 0 does, rotated. Sums in rank order do not rotate."""
+    return operation in ROOTED and not SCHEDULES[operation, algorithm].in_rank_order
+
+
 @pytest.mark.parametrize(("operation", "algorithm"), SCHEDULES)
 def test_every_schedule_is_right_for_small_worlds(operation: str, algorithm: str) -> None:
     for size in SMALL:
@@ -43,25 +64,99 @@ def test_every_schedule_is_right_for_small_worlds(operation: str, algorithm: str
             prove(operation, algorithm, size, root)
 
 
+@pytest.mark.parametrize(("operation", "algorithm"), QUICK)
+def test_schedules_are_right_for_large_worlds(operation: str, algorithm: str) -> None:
+    for size in (64, 100, 255, 256):
+        prove(operation, algorithm, size, first_root(operation), every_root=rotates(operation, algorithm))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("operation", "algorithm"), SCHEDULES)
-def test_every_schedule_is_right_up_to_64_ranks(operation: str, algorithm: str) -> None:
-    for size in LARGE:
-        for root in roots(operation, size):
+@pytest.mark.parametrize(("operation", "algorithm"), QUICK)
+def test_schedules_are_right_up_to_256_ranks_and_for_thousands(operation: str, algorithm: str) -> None:
+    for size in [*ALL, *HUGE]:
+        prove(operation, algorithm, size, first_root(operation), every_root=rotates(operation, algorithm))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("operation", "algorithm"), SLOW)
+def test_direct_schedules_are_right_for_a_choice_of_worlds(operation: str, algorithm: str) -> None:
+    for size in SOME:
+        for root in roots(operation, size) if size < 49 else [first_root(operation)]:
             prove(operation, algorithm, size, root)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("operation", "algorithm"), SLOW)
+def test_direct_schedules_are_right_up_to_256_ranks(operation: str, algorithm: str) -> None:
+    for size in ALL:
+        prove(operation, algorithm, size, first_root(operation), every_root=rotates(operation, algorithm))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("operation", "algorithm"), [key for key in SLOW if key[0] in ROOTED])
+def test_rooted_direct_schedules_are_right_for_a_thousand_ranks(operation: str, algorithm: str) -> None:
+    prove(operation, algorithm, 1000, 0)
+
+
 @pytest.mark.parametrize(("operation", "algorithm"), [key for key, entry in SCHEDULES.items() if entry.alike])
-def test_following_one_rank_proves_the_same(operation: str, algorithm: str) -> None:
+def test_following_one_rank_and_some_others(operation: str, algorithm: str) -> None:
     for size in [*range(1, 18), 64, 256, 1000]:
         prove(operation, algorithm, size, rotations=3)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("operation", "algorithm"), [key for key, entry in SCHEDULES.items() if entry.alike])
-def test_following_one_rank_reaches_thousands_of_ranks(operation: str, algorithm: str) -> None:
-    for size in HUGE:
+@pytest.mark.parametrize(("operation", "algorithm"), [key for key in SLOW if SCHEDULES[key].alike])
+def test_following_one_rank_and_some_others_for_thousands(operation: str, algorithm: str) -> None:
+    for size in [200, *HUGE]:
         prove(operation, algorithm, size, rotations=3)
+
+
+def test_whoever_looks_at_its_rank_is_followed_on_every_rank() -> None:
+    """One rank may stand for all only where no schedule can tell which one it is."""
+
+    def odd_one_out(rank: int, size: int) -> Iterator[Round]:
+        wrong = rank if size < 7 else 3
+        for k, round in enumerate(GATHER(rank, size)):
+            yield round._replace(sends=()) if k == 2 and rank == wrong else round
+
+    def no_modulo(rank: int, size: int) -> Iterator[Round]:
+        for round in GATHER(rank, size):
+            yield round._replace(sends=((rank + 1, round.sends[0][1]),))
+
+    def by_index(rank: int, size: int) -> Iterator[Round]:
+        yield from list(GATHER(rank, size))[: size - 1 - [0, 0, 1, 0, 0][rank]]
+
+    def to_rank_0(rank: int, size: int) -> Iterator[Round]:
+        for round in GATHER(rank, size):
+            yield round._replace(sends=((0, round.sends[0][1]),))
+
+    def fixed_chunk(rank: int, size: int) -> Iterator[Round]:
+        for round in GATHER(rank, size):
+            yield round._replace(sends=((round.sends[0][0], Span(OUT, 0)),))
+
+    assert complaint(odd_one_out, "all_gather", size=8).startswith("round 2, rank 4, chunk")
+    assert complaint(no_modulo, "all_gather").startswith("round 0, rank 4: sends to rank 5")
+    assert complaint(by_index, "all_gather").startswith("round 3, rank 2: has no such round")
+    assert complaint(to_rank_0, "all_gather").startswith("round 0, rank 0: sends to rank 0")
+    assert complaint(fixed_chunk, "all_gather").startswith("round 0, rank 1, chunk 0: reads OUT[0]")
+
+
+def test_a_root_that_is_not_treated_like_others_is_noticed() -> None:
+    def only_from_0(rank: int, size: int, root: int) -> Iterator[Round]:
+        yield from TREE(rank, size, 0)
+
+    def other_order(rank: int, size: int, root: int) -> Iterator[Round]:
+        yield from (TREE if root == 0 else SCHEDULES["broadcast", "direct"].schedule)(rank, size, root)
+
+    for schedule in (only_from_0, other_order):
+        check(schedule, "broadcast", 6, 0)
+        with pytest.raises(ScheduleError, match="for every root"):
+            check(schedule, "broadcast", 6, 0, every_root=True)
+    check(TREE, "broadcast", 6, 0, every_root=True)
+    with pytest.raises(ValueError, match="compares with root 0"):
+        check(TREE, "broadcast", 6, 2, every_root=True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13])
