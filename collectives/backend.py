@@ -83,6 +83,9 @@ class Backend(ABC):
     averages: bool = False  # its own reductions are asked for AVG too, and round once, after dividing
     uneven: bool = False  # its own all_gather and reduce_scatter also come for parts of different sizes
     shares: bool = False  # ranks of a host can have one buffer
+    # Native operations of this many bytes and more end the process, or write where they should not, if ranks call them
+    # with different sizes: so the ranks meet first, which they do only if all call the same.
+    meets_from: int = 2**63 - 1
     max_count: int = 2**31 - 1  # elements in one message or native operation; longer ones are cut above
 
     @abstractmethod

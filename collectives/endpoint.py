@@ -28,7 +28,7 @@ from collectives.schedules.round import Schedule
 from collectives.selection import Selection, Table
 from collectives.statistics import Row, Statistics, Stats
 from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
-from collectives.validate import agree
+from collectives.validate import agree, meet
 
 _STRIDED = torch.strided
 _AGREEMENT_TAG = 0  # of what is sent before a collective, whatever it is
@@ -201,6 +201,9 @@ class Endpoint:
 
         if self._validate:
             steps = chain(self._agree(call, what, row), steps)
+        elif choice == NATIVE and call.numel * call.dtype.itemsize >= self._transport.meets_from:
+            post = self._poster(Row(), call.tag(choice))  # tokens are no part of what the call sends
+            steps = chain(meet(self.rank, self.world_size, self._transport.device, post), steps)
         elif algorithm is None and choice == NATIVE and call.plain and all(flat.target is None for flat in flats):
             self._remember(call, what, row)
         return self._start(what, steps, row, async_op, timeout)

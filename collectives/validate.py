@@ -1,7 +1,8 @@
 """Mismatch detection: before a collective the ranks compare what they are about to call.
 
-For programs under development: one small exchange a call, in which every rank learns every other's call. A mismatch
-then raises on all ranks at once and says who called what, where otherwise wrong numbers or a time-out would follow.
+``agree`` is for programs under development: one small exchange a call, in which every rank learns every other's call. A
+mismatch then raises on all ranks at once and says who called what, where otherwise wrong numbers or a time-out would
+follow. ``meet`` is for every day: before a library's own collective, where a mismatch would be the end of the process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from collectives.backend import Pending
 from collectives.collective import Collective
 from collectives.errors import CollectiveMismatchError, CommError
+from collectives.schedules.dissemination import dissemination_barrier
 from collectives.schedules.executor import Post, Posted
 from collectives.types import P2P
 
@@ -48,6 +50,17 @@ def agree(
         )
     if call.operation == "all_to_all":
         yield from _agree_on_splits(call, number, rank, size, device, post)
+
+
+def meet(rank: int, size: int, device: torch.device, post: Post) -> Steps[None]:
+    """The steps that end when every rank has come; ``post`` gives messages the tag of what is called.
+
+    Ranks that call something else have other tags, so nobody gets through, and the control plane says who called what.
+    """
+    token = torch.zeros(2, dtype=torch.uint8, device=device)
+    for sends, recvs, _ in dissemination_barrier(rank, size):
+        ops = [P2P.send(token[:1], peer) for peer, _ in sends] + [P2P.recv(token[1:], peer) for peer, _ in recvs]
+        yield post(ops)
 
 
 def _signature(call: Collective, what: str) -> str:

@@ -157,6 +157,7 @@ class GlooBackend(Backend):
     name = "gloo"
     polls = False
     waits = True
+    meets_from = 0
 
     def __init__(self, store: Store, rank: int, size: int, *, device: Any, timeout: float) -> None:
         self.rank = rank

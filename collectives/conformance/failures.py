@@ -14,6 +14,7 @@ from collectives.errors import CommClosedError, CommError, CommTimeoutError
 from collectives.types import Work
 
 _LIMIT = 0.6  # the time-out that is tried
+_SHORT = 0.3  # where it does not matter how it ends
 _SLACK = 3.0  # how much later than that a call may raise on a busy machine
 
 
@@ -86,7 +87,7 @@ def check_message_mismatch(comm: Communicator, case: Case) -> None:
     w, r = comm.world_size, comm.rank
     if w == 1 or not comm._transport.tags:
         return
-    for sent, expected in ((200_000, 50), (50, 200_000), (64, torch.float64)):
+    for sent, expected in ((200_000, 50), (64, torch.float64)):
         group = comm.split(0)
         assert group is not None
         around = torch.zeros(400_000, device=comm.device)
@@ -94,11 +95,11 @@ def check_message_mismatch(comm: Communicator, case: Case) -> None:
         inside = around[1000 : 1000 + numel * dtype.itemsize // 4].view(dtype)
         try:
             if r == 0:
-                group.send(torch.ones(sent, device=comm.device), 1, timeout=_LIMIT)
+                group.send(torch.ones(sent, device=comm.device), 1, timeout=_SHORT)
             elif r == 1:
-                group.recv(inside, 0, timeout=_LIMIT)
+                group.recv(inside, 0, timeout=_SHORT)
                 raise AssertionError(f"a receive of {numel} x {dtype} ended with {sent} x float32")
-            group.barrier(timeout=20 * _LIMIT)
+            group.barrier(timeout=40 * _SHORT)
         except CommError:
             pass
         else:
@@ -106,6 +107,50 @@ def check_message_mismatch(comm: Communicator, case: Case) -> None:
         beside = int(around[:1000].count_nonzero() + around[1000 + numel * dtype.itemsize // 4 :].count_nonzero())
         require(beside == 0, f"{beside} elements beside those of the receive were written")
         still_works(comm, "the parent of a group that failed")
+
+
+def check_collective_mismatch(comm: Communicator, case: Case) -> None:
+    """Ranks call a collective with different sizes, or different collectives: all learn of it, none is harmed."""
+    w, r = comm.world_size, comm.rank
+    if w == 1 or not comm._transport.tags:
+        return
+    few, many = 5_000, 70_000
+    for calls, (others, last) in (
+        (_different_sizes, (few, many)),
+        (_different_sizes, (many, few)),
+        (_different_operations, (many, few)),
+        (_different_roots, (few, few)),
+    ):
+        group = comm.split(0)
+        assert group is not None
+        around = torch.zeros(w * many + 2000, device=comm.device)
+        numel = last if r == w - 1 else others
+        try:
+            calls(group, around[1000 : 1000 + w * numel], numel)
+            group.barrier(timeout=40 * _SHORT)
+        except CommError:
+            pass
+        else:
+            raise AssertionError(f"{calls.__name__}: ranks that called different things went on")
+        beside = int(around[:1000].count_nonzero() + around[1000 + w * numel :].count_nonzero())
+        require(beside == 0, f"{calls.__name__}: {beside} elements beside the tensor were written")
+        still_works(comm, "the parent of a group that failed")
+
+
+def _different_sizes(group: Communicator, tensor: torch.Tensor, numel: int) -> None:
+    group.all_reduce(tensor.fill_(1.0), timeout=_SHORT)
+
+
+def _different_operations(group: Communicator, tensor: torch.Tensor, numel: int) -> None:
+    tensor.fill_(1.0)
+    if group.rank:
+        group.all_gather(tensor, tensor[group.rank * numel :][:numel], timeout=_SHORT)
+    else:
+        group.reduce_scatter(tensor[:numel], tensor, timeout=_SHORT)
+
+
+def _different_roots(group: Communicator, tensor: torch.Tensor, numel: int) -> None:
+    group.broadcast(tensor[:10_000].fill_(1.0), 0 if group.rank == 0 else group.world_size - 1, timeout=_SHORT)
 
 
 def check_abort(comm: Communicator, case: Case) -> None:
@@ -129,5 +174,6 @@ CHECKS = (
     Check("failures", check_timeout, (Case(seed=0),)),
     Check("failures", check_message_timeout),
     Check("failures", check_message_mismatch),
+    Check("failures", check_collective_mismatch),
     Check("failures", check_abort),
 )
