@@ -356,11 +356,13 @@ class Communicator(Endpoint):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator among the ranks with the same ``color``, ordered by (``key``, rank); None for ``color`` None.
 
-        Collective over this communicator. It is closed with this one, or before.
+        Collective over this communicator. It is closed with this one, or before. Setting it up may take as long as
+        ``init`` may; if a member dies or that time passes, this communicator fails, on all ranks.
         """
         present = color is not None
         rows = self._gather_ints(int(present), color or 0, key, self.node)
         self._splits += 1
+        self._progress.calls += 1  # of setting up, which is a call of its own to the control plane
         if not present:
             return None
         table = [rows[i : i + 4] for i in range(0, len(rows), 4)]
@@ -370,7 +372,7 @@ class Communicator(Endpoint):
         # Which splits led here: siblings split further must not be mistaken for each other.
         group = f"{self._progress.name}/{self._splits}.{color}"
         child = Communicator(
-            self._transport._split(members, group),
+            self._progress.set_up(lambda: self._transport._split(members, group), members, self.timeout),
             RankInfo(
                 rank=members.index(self.rank),
                 world_size=len(members),

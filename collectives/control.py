@@ -73,6 +73,7 @@ class Group(Protocol):
     def awaits(self, member: int) -> bool: ...  # a point-to-point operation with that member is pending
     def late_messages(self, now: float) -> list[Message]: ...
     def end(self, error: CommError) -> None: ...
+    def look(self) -> None: ...
 
 
 class _Lines:
@@ -107,7 +108,8 @@ class Hub:
         self._size = size
         self._token = token
         self._peers: dict[int, _Lines] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, Mapping[str, int]] = {}
+        self._lost: dict[int, str] = {}
         self._calls: dict[str, dict[int, tuple[int, str]]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -137,6 +139,10 @@ class Hub:
                         raise ConnectionRefusedError("a stranger")
                     rank = peer[1] = note["rank"]
                     self._peers[rank] = lines
+                    for lost, how in self._lost.items():  # some may have come and gone already
+                        lines.send(note="lost", rank=lost, how=how)
+                    for left, calls in self._left.items():
+                        lines.send(note="left", rank=left, calls=calls, gone=True)
                     new = 1
                 else:
                     getattr(self, f"_on_{note.pop('note')}")(rank, **note)
@@ -145,6 +151,7 @@ class Hub:
             connection.close()
             self._peers.pop(rank, None)
             if rank >= 0 and rank not in self._left:
+                self._lost[rank] = str(error)
                 self._tell(note="lost", rank=rank, how=str(error))
         return new
 
@@ -153,7 +160,7 @@ class Hub:
             lines.send(**note)
 
     def _on_bye(self, rank: int, /, calls: Mapping[str, int]) -> None:
-        self._left.add(rank)
+        self._left[rank] = calls
         self._tell(note="left", rank=rank, calls=calls, gone=True)
 
     def _on_closed(self, rank: int, /, group: str, calls: int) -> None:
@@ -216,6 +223,7 @@ class Control:
         self._lines = _Lines(sock)
         self._lines.send(rank=rank, token=token)
         self._lost: dict[int, str] = {}
+        self._failed: dict[str, Note] = {}  # by group, what a member said
         self._gone: set[int] = set()
         self._left: dict[tuple[int, str], tuple[float, int]] = {}  # (rank, group) to when, and how many calls it made
         self._reported: dict[str, tuple[int, float]] = {}
@@ -231,8 +239,12 @@ class Control:
     # What this rank tells
 
     def watch(self, group: Group) -> None:
-        """Look after a communicator from now on."""
+        """Look after a communicator from now on: what was heard about it before, while it was made, counts too."""
         self.groups.append(group)
+        for rank, how in [*self._lost.items()]:
+            self._end_for_lost(group, rank, how)
+        if (note := self._failed.get(group.name)) is not None:
+            self._on_fail(group.name, **note)
 
     def forget(self, group: Group) -> None:
         """A communicator was closed; a peer that still waits in it learns so."""
@@ -270,15 +282,19 @@ class Control:
 
     # What this rank hears
 
-    def missing(self, group: Group, call: int) -> str:
-        """Which members of ``group`` are not known to have come to ``call``, for an error message."""
+    def missing(self, group: Group, call: int, among: Sequence[int] | None = None) -> str:
+        """Which members of ``group`` are not known to have come to ``call``, for an error message.
+
+        ``among``: the ranks in ``group`` that should come; None for all.
+        """
         reported = self._reported.get(group.name)
         answer = self._answers.get(group.name)
         if answer is None or answer["call"] != call:
             late = reported is not None and time.monotonic() - reported[1] > _UNANSWERED
             return "rank 0 is missing: it serves the control connections and does not answer" if late else ""
         seen = answer["seen"]
-        absent = [member for member in group.members if member not in answer["ranks"]]
+        wanted = group.members if among is None else [group.members[rank] for rank in among]
+        absent = [member for member in wanted if member not in answer["ranks"]]
         if not absent:
             return "all ranks wait in this call: the transport between them is stuck"
         names = ", ".join(
@@ -306,6 +322,7 @@ class Control:
         """Report calls that have waited for a while, and fail those that wait for a rank that has left."""
         now = time.monotonic()
         for group in [*self.groups]:
+            group.look()
             waiting = group.waiting()
             if waiting is not None and is_late(waiting, now):
                 reported = self._reported.get(group.name)
@@ -341,11 +358,12 @@ class Control:
     def _on_lost(self, rank: int, how: str) -> None:
         self._lost[rank] = how
         for group in [*self.groups]:
-            if rank in group.members:
-                member = group.members.index(rank)
-                group.end(
-                    PeerLostError(f"rank {member} is lost: its process ended without saying goodbye ({how})", member)
-                )
+            self._end_for_lost(group, rank, how)
+
+    def _end_for_lost(self, group: Group, rank: int, how: str) -> None:
+        if rank in group.members:
+            member = group.members.index(rank)
+            group.end(PeerLostError(f"rank {member} is lost: its process ended without saying goodbye ({how})", member))
 
     def _on_left(self, rank: int, calls: Mapping[str, int], gone: bool) -> None:
         now = time.monotonic()
@@ -386,6 +404,7 @@ class Control:
     def _on_fail(self, group: str, kind: str, reason: str, rank: int, by: int) -> None:
         if by == self.rank:
             return
+        self._failed[group] = {"kind": kind, "reason": reason, "rank": rank, "by": by}
         for watched in [*self.groups]:
             if watched.name == group and by in watched.members:
                 member = watched.members.index(rank) if rank in watched.members else -1

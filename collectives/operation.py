@@ -14,18 +14,20 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from collectives.backend import Pending
 from collectives.control import Control, Waiting, is_late
 from collectives.errors import CollectiveMismatchError, CommClosedError, CommError, CommTimeoutError, PeerLostError
+from collectives.interrupts import Interrupts
 from collectives.messages import Ledger, Message
 from collectives.schedules.executor import Posted
 from collectives.statistics import Row
 from collectives.types import Work
 
+T = TypeVar("T")
 _LOOKS = 32  # at what is under way, before anything else is looked at
 
 
@@ -226,6 +228,24 @@ class Progress(ABC):
     def _release(self) -> None:
         self._claimed = False
 
+    def set_up(self, make: Callable[[], T], members: Sequence[int], timeout: float) -> T:
+        """``make()`` for ranks ``members``: a failure there ends this communicator, which then can say who is missing.
+
+        ``timeout``: seconds; after a part of it, or of a second, the others are asked whether they are there.
+        """
+        since = time.monotonic()
+        self._now = (lambda: "split", since, timeout)
+        try:
+            return make()
+        except CommError as error:
+            if isinstance(error, CommTimeoutError) and self._control is not None:
+                missing = self._control.missing(self, self.calls, members)
+                error = CommTimeoutError(f"{error}; {missing}" if missing else str(error))
+            self.fail(None, error)
+            raise self.failure or error from error
+        finally:
+            self._now = None
+
     @abstractmethod
     def _finish(self, pending: Pending, deadline: float) -> None:
         """Wait for one pending operation. Raises ``CommTimeoutError`` at ``deadline``."""
@@ -238,6 +258,9 @@ class Progress(ABC):
             return Waiting(self.calls, what(), since, timeout)
         oldest = next((operation for operation in self.pending if operation.call), None)
         return None if oldest is None else Waiting(oldest.call, oldest.what, oldest.since, oldest.timeout)
+
+    def look(self) -> None:  # noqa: B027 (there may be nothing)
+        """Whatever must be noticed while callers wait: called by the control plane, on its thread, every 0.1 s."""
 
     def awaits(self, member: int) -> bool:
         """Whether a point-to-point operation with ``member`` is not done."""
@@ -402,6 +425,7 @@ class Engine(Progress):
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._unfinished: list[Operation] = []
         self._started = False
+        self._interrupts = Interrupts()
 
     @property
     def pending(self) -> list[Operation]:
@@ -459,12 +483,18 @@ class Engine(Progress):
                 self._changed.notify_all()
 
     def _finish(self, pending: Pending, deadline: float) -> None:
-        pending.wait(0, deadline)
+        with self._interrupts:
+            pending.wait(0, deadline)
+
+    def look(self) -> None:
+        if self._interrupts.seen():
+            self.abort("interrupted by Ctrl-C while it waited")
 
     def drive(self, operation: Operation, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         if not operation.threaded:
-            operation.block(deadline)
+            with self._interrupts:
+                operation.block(deadline)
             if self._started:
                 with self._changed:
                     self._changed.notify_all()
@@ -488,6 +518,7 @@ class Engine(Progress):
     def close(self) -> None:
         super().close()
         self._queue.put(None)
+        self._interrupts.close()
 
 
 def _explained(operation: Operation | None, error: BaseException) -> CommError:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from collectives.backend import SCHEDULE_TAGS, Backend, Bootstrap, LibraryCall, Pending
+from collectives.backends.sockets import within
 from collectives.communicator import Communicator
-from collectives.errors import CommError, PeerLostError, RendezvousError, UnsupportedError
+from collectives.errors import CommError, CommTimeoutError, PeerLostError, RendezvousError, UnsupportedError
 from collectives.selection import Table, agree_on_table
 from collectives.types import P2P, RankInfo, ReduceOp
 
@@ -189,8 +190,12 @@ class MpiBackend(Backend):
     meets_from = 2049  # shorter messages come whole, and MPI says when one is too long for its receive
     max_count = (2**31 - 1) // 16  # complex128 elements whose bytes an int still counts
 
-    def __init__(self, comm: Any) -> None:
-        """Take over ``comm``, an mpi4py communicator that nobody else uses."""
+    def __init__(self, comm: Any, timeout: float) -> None:
+        """Take over ``comm``, an mpi4py communicator that nobody else uses.
+
+        Args:
+            timeout: seconds that setting up a split may take.
+        """
         self.MPI = _import_mpi()
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -199,6 +204,7 @@ class MpiBackend(Backend):
         self.max_tag = min(self.max_tag, highest + 1 - SCHEDULE_TAGS)
         self.active: set[_MpiPending] = set()
         self._comm = comm
+        self._timeout = timeout
         self.killed = False
         self._buffer = self.MPI.buffer.fromaddress
         self._datatypes = {dtype: getattr(self.MPI, name) for dtype, name in _DATATYPES.items()}
@@ -290,10 +296,25 @@ class MpiBackend(Backend):
     def _split(self, members: Sequence[int], name: str) -> Backend:
         everyone = self._comm.Get_group()
         group = everyone.Incl(list(members))
-        comm = self._comm.Create_group(group)
-        group.Free()
-        everyone.Free()
-        return MpiBackend(comm)
+        try:
+            return MpiBackend(self._create(group, members), self._timeout)
+        finally:
+            group.Free()
+            everyone.Free()
+
+    def _create(self, group: Any, members: Sequence[int]) -> Any:
+        """MPI cannot make a communicator of some ranks without blocking, for ever if one of them has died."""
+        if self.MPI.Query_thread() < self.MPI.THREAD_MULTIPLE:  # a thread that is stuck in MPI would hold up all others
+            return self._comm.Create_group(group)
+        try:
+            return within(time.monotonic() + self._timeout, lambda: self._comm.Create_group(group), lambda: self.killed)
+        except TimeoutError as error:
+            raise CommTimeoutError(
+                f"rank {self.rank}, mpi: ranks {list(members)} could not form a group within {self._timeout:g} s; one "
+                "of them died or was stopped, see their output"
+            ) from error
+        except self.MPI.Exception as error:
+            raise self.translate(error) from error
 
     def _kill(self) -> None:
         self.killed = True
@@ -331,7 +352,7 @@ def create(bootstrap: Bootstrap) -> MpiBackend:
             "MPI's own mpirun, srun --mpi=pmi2 or pmix as it was built for, set MPI4PY_LIBMPI, or use backend 'gloo'"
         )
     guard_exit()
-    return MpiBackend(world.Dup())
+    return MpiBackend(world.Dup(), bootstrap.timeout)
 
 
 def from_mpi(
@@ -363,7 +384,7 @@ def from_mpi(
         launcher="mpi4py",
         variables={"mpi_comm": mpi_comm.Get_name()},
     )
-    backend = MpiBackend(mpi_comm.Dup())
+    backend = MpiBackend(mpi_comm.Dup(), timeout)
     return Communicator(
         backend,
         info,

@@ -206,6 +206,7 @@ class ShmBackend(Backend):
         self._roots = roots
         self._owns = owns
         self._timeout = timeout
+        self._forming: Backend | None = None  # below a split that is being set up
         rank_of = {root: rank for rank, root in enumerate(roots)}
         nodes = [[rank_of[root] for root in node if root in rank_of] for node in neighbours.nodes]
         self.nodes = [sorted(node) for node in nodes if node]
@@ -374,11 +375,19 @@ class ShmBackend(Backend):
         if all(sum(member in node for member in members) < 2 for node in self.nodes):
             return below
         roots = [self._roots[member] for member in members]
-        return ShmBackend(below, self._neighbours, roots, False, self._timeout)
+        self._forming = below
+        try:
+            if self.team.signals.killed:
+                below._kill()
+            return ShmBackend(below, self._neighbours, roots, False, self._timeout)
+        finally:
+            self._forming = None
 
     def _kill(self) -> None:
         self.team.signals.kill()
         self.below._kill()
+        if (forming := self._forming) is not None:
+            forming._kill()
 
     def _close(self) -> None:
         self._running.drop()

@@ -1,4 +1,4 @@
-"""Plain sockets for a rendezvous: listen at one address, wait for a listener, never block past a deadline."""
+"""For a rendezvous: listen at one address, wait for a listener, never block past a deadline or a failure."""
 
 from __future__ import annotations
 
@@ -56,8 +56,12 @@ def await_listener(host: str, port: int, deadline: float, timeout: float) -> Non
         time.sleep(0.1)
 
 
-def within(deadline: float, function: Callable[[], _T]) -> _T:
-    """``function()``, or ``TimeoutError`` at ``deadline``: a server that accepts but never answers blocks for ever."""
+def within(deadline: float, function: Callable[[], _T], stopped: Callable[[], bool] = lambda: False) -> _T:
+    """``function()``, for functions of libraries that may block for ever: on a server that accepts but never answers,
+    or a peer that died. The function runs on a thread, which is given up where it does not end.
+
+    Raises ``TimeoutError`` at ``deadline`` (``time.monotonic()``), and soon after ``stopped()`` has become true.
+    """
     result: list[_T] = []
     failure: list[Exception] = []
 
@@ -69,7 +73,8 @@ def within(deadline: float, function: Callable[[], _T]) -> _T:
 
     thread = threading.Thread(target=call, name="open-store", daemon=True)
     thread.start()
-    thread.join(max(0.01, deadline - time.monotonic()))
+    while thread.is_alive() and not stopped() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, 0.05))
     if failure:
         raise failure[0]
     if not result:

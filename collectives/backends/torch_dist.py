@@ -159,7 +159,17 @@ class GlooBackend(Backend):
     waits = True
     meets_from = 0
 
-    def __init__(self, store: Store, rank: int, size: int, *, device: Any, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        device: Any,
+        timeout: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Connect to the peers within ``timeout`` seconds; ``stopped`` says that it is no use any more."""
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu")
@@ -170,9 +180,14 @@ class GlooBackend(Backend):
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [device]
         options._timeout = timedelta(seconds=timeout)
+        grace = 1.0  # gloo says more about what is missing than we could
         try:
-            self._group: Any = _c10d.ProcessGroupGloo(store, rank, size, options)
-        except RuntimeError as error:
+            self._group: Any = within(
+                time.monotonic() + timeout + grace,
+                lambda: _c10d.ProcessGroupGloo(store, rank, size, options),
+                stopped,
+            )
+        except (RuntimeError, TimeoutError) as error:
             raise RendezvousError(
                 f"rank {rank} expected to connect to {size - 1} peers over gloo within {timeout:g} s: "
                 f"{_first_line(error)}; check that all ranks are running and can reach each other"
@@ -238,6 +253,7 @@ class GlooBackend(Backend):
             len(members),
             device=self._gloo_device,
             timeout=self._timeout,
+            stopped=self._killed.is_set,
         )
 
     def _kill(self) -> None:

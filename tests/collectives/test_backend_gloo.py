@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -19,6 +21,7 @@ from collectives.backends.torch_dist import create_gloo, create_nccl, local_stor
 from collectives.errors import CommError, CommTimeoutError, PeerLostError, RendezvousError, UnsupportedError
 from collectives.types import RankInfo
 from tests.collectives import seam
+from tests.ranks import run_ranks
 
 
 def on_threads(size: int, law: Callable[[Backend], Any]) -> list[Any]:
@@ -133,6 +136,35 @@ def test_one_host_listens_on_loopback_only() -> None:
     backend = create_gloo(Bootstrap(RankInfo(), torch.device("cpu"), 5.0, lambda: store))
     assert listening_addresses() - before <= {"0100007F"}
     backend._close()
+
+
+def law_interrupt(comm: Communicator, native: bool) -> float:
+    """Rank 0 gets a Ctrl-C while it waits for the others on its main thread; the others learn of it."""
+    group = comm.split(0)
+    assert group is not None
+    tensor = torch.ones(3)
+    if comm.rank:
+        with pytest.raises(CommError, match=r"rank 0 .*interrupted"):
+            group.recv(tensor, 0, timeout=30.0)
+        return 0.0
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = time.monotonic()
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        group.all_reduce(tensor) if native else group.recv(tensor, 1)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("native", "backend", "world_size"),
+    [
+        (False, "gloo", 2),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((True, "gloo", 2), (False, "gloo", 3))),
+    ],
+)
+def test_ctrl_c_interrupts_a_wait(native: bool, backend: str, world_size: int) -> None:
+    seconds = run_ranks(law_interrupt, native, backend=backend, world_size=world_size)[0]
+    assert seconds < 0.2 + 1.0
 
 
 # The store
