@@ -58,8 +58,9 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         runtime = Runtime(comm, static_graph=static_graph)
         options = Options(STAGES[0], bucket_mb=float(bucket_cap_mb), grad_views=gradient_as_bucket_view)
-        agree(module, comm, options.ignored)
-        for group in wrap(self, module, "", runtime, options).groups:
+        parts = [("", module)]
+        agree(parts, comm, options.ignored)
+        for group in wrap([self], parts, runtime, options).groups:
             group.gradients.replaceable = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

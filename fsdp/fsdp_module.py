@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, cast
 
@@ -54,14 +54,33 @@ class FSDPModule(nn.Module):
         with no_sync(unit_of(self).runtime):
             yield
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """``no_sync`` as a switch: False before the micro-steps that are not the last one of a step."""
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """``no_sync`` as a switch: False before the micro-steps that are not the last one of a step. For the model."""
+        if not recurse:
+            raise UnsupportedError(
+                "set_requires_gradient_sync(..., recurse=False): expected recurse=True, a model is reduced as a whole"
+            )
         unit_of(self).runtime.reducer.requires_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Of replicas of sharded models, which there are not yet. True is accepted."""
+        if not requires_all_reduce:
+            raise UnsupportedError(
+                "set_requires_all_reduce(False) is of replicate_comm, which is not supported; for micro-steps without "
+                "communication expected no_sync()"
+            )
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted: every backward returns with its reductions done, and drops what was gathered ahead."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to free parameters between forward and backward (stage 3; elsewhere they are never freed there)."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward: expected True or False, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
+            for group in unit.own_groups:
+                group.post_forward = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Whether to free parameters after backward. What stays is gathered anew by the next forward, as an optimizer
@@ -74,11 +93,28 @@ class FSDPModule(nn.Module):
         """False for a unit whose backward reads no parameters, such as an embedding: saves a gather (stage 3)."""
         unit_of(self).gathers_for_backward = unshard_in_backward
 
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Units to gather while this one computes in forward, in this order, in place of what came next last time."""
+        unit_of(self).forward_prefetch = [unit_of(module).leader for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same in backward, in place of the unit that ran before this one."""
+        unit_of(self).backward_prefetch = [unit_of(module).leader for module in modules]
+
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients of the model by ``factor``, and not by the number of ranks."""
+        """Divide summed gradients of this unit, and not of units inside, by ``factor`` and not the number of ranks."""
         if not factor > 0:
             raise ValueError(f"factor: expected a positive number, got {factor}")
-        unit_of(self).runtime.reducer.divide_factor = float(factor)
+        for group in unit_of(self).leader.own_groups:
+            group.divide_factor = float(factor)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way, each with an input buffer: more overlap for more memory."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected a positive whole number, got {max_input_buffers!r}")
+        for unit in self._units(recurse):
+            for group in unit.own_groups:
+                group.reduce_buffers = max_input_buffers
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters now, for its next forward. Collective. No optimizer step may come between.
@@ -112,7 +148,7 @@ class FSDPModule(nn.Module):
 
     def _units(self, recurse: bool) -> list[Unit]:
         modules = self.modules() if recurse else iter([self])
-        return [unit for module in modules if (unit := find_unit(module)) is not None]
+        return [unit.leader for module in modules if (unit := find_unit(module)) is not None]
 
 
 @contextlib.contextmanager
@@ -153,15 +189,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     module.__dict__[method_name] = gathered
 
 
-def adopt(module: nn.Module) -> None:
-    """Make a wrapped module an ``FSDPModule`` as well.
+def adopt(module: nn.Module, shards: bool) -> None:
+    """Make a wrapped module, whose parameters are sharded or not, an ``FSDPModule`` as well.
 
     Methods that read its own parameters (by what their code names) raise outside of forward: they would see this
     rank's shards, on some ranks with a fitting shape.
     """
     cls = type(module)
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"}
-    if unit_of(module).groups and unit_of(module).groups[0].strategy.shards:
+    if shards:
         body |= _guarded_methods(cls, set(module._parameters))
     module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
 
@@ -181,7 +217,7 @@ def _guarded(method: FunctionType) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = find_unit(self)
-        if unit is not None and not any(group.users or group.summoned for group in unit.groups):
+        if unit is not None and not all(group.users or group.summoned for group in unit.groups):
             raise UnsupportedError(
                 f"{method.__qualname__} reads parameters of a unit at rest, which are sharded. Expected a call of the "
                 f"unit itself; or fsdp.register_fsdp_forward_method(unit, {method.__name__!r}) once, after wrapping; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,14 +16,17 @@ from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
 from fsdp.unit import find_unit
 from fsdp.unsharded import HostShared
-from fsdp.wrap import Options, agree, wrap
+from fsdp.wrap import Options, Resident, agree, wrap
 
 BUCKET_MB = 25.0
 Units = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
+_Modules = TypeVar("_Modules", nn.Module, list[nn.Module], Sequence[nn.Module])
+
+
 def fully_shard(
-    module: nn.Module,
+    module: _Modules,
     comm: Communicator,
     *,
     stage: int = 3,
@@ -36,7 +39,9 @@ def fully_shard(
     owner: Any = None,
     host_shared: HostShared = True,
     param_init_fn: Callable[[nn.Module], object] | None = None,
-) -> nn.Module:
+    persistence_threshold: int = 0,
+    max_live_parameters: int | None = None,
+) -> _Modules:
     """Spread a module over the ranks of ``comm``, in place; call it bottom-up, the whole model last.
 
     A unit is what one call wraps: its parameters that no inner call took. They are gathered by one all_gather before
@@ -46,13 +51,16 @@ def fully_shard(
     rank 0's; buffers are rank 0's again at every training forward.
 
     Args:
-        module: a module with a forward of its own. It becomes an ``FSDPModule`` too.
+        module: a module with a forward of its own; or a list of modules that run one after another, to be one unit:
+            gathered when the first of them runs, freed when the last one has. It becomes an ``FSDPModule`` too.
         comm: the ranks. Collective: all call it alike.
         stage: 0 replicates (as DistributedDataParallel does, in place); 1 and 2 gather once a step (ZeRO-1, ZeRO-2);
             3 frees parameters between uses (ZeRO-3, FSDP).
         units: classes, or a function of a module, to wrap first. None: at stage 3 the module is one unit, at stages 0
             to 2 buckets of 25 MiB.
-        reshard_after_forward: free after forward (stage 3); None means True, but False for the outermost unit.
+        reshard_after_forward: free after forward (stage 3); None means True, but False for the outermost unit. A
+            number n that divides the world size means that afterwards every n ranks in a row hold a copy in n parts,
+            from which backward gathers: more memory than True, nearer partners. Such units share no memory.
         mp_policy: dtypes of computation and reduction.
         offload_policy: keep shards, their gradients and so the optimizer state in host memory. On CPU they are.
         replicate_comm: not supported yet.
@@ -64,6 +72,10 @@ def fully_shard(
             at the wrong time with a traceback of the edit, False keeps everything private. Alike on all ranks.
         param_init_fn: fills the own parameters and buffers of a module that was on the meta device; None: its
             ``reset_parameters()``. Modules on the meta device get memory unit by unit, and are filled once each.
+        persistence_threshold: parameters of at most so many elements stay gathered from a step's first forward to the
+            end of its backward (stage 3), as one group for all units of this call: a gather and a reduction a step.
+        max_live_parameters: units are gathered ahead of their turn only while no more elements than these are gathered,
+            kept ones included (stage 3). None: at most one unit ahead; 0: none ever. That of the outermost call counts.
 
     Returns:
         ``module`` itself.
@@ -83,10 +95,9 @@ def fully_shard(
     for name, value in (("replicate_comm", replicate_comm), ("owner", owner)):
         if value is not None:
             raise UnsupportedError(f"fully_shard(..., {name}=...) is not supported; expected None, got {value!r}")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise UnsupportedError(
-            f"reshard_after_forward={reshard_after_forward!r} is not supported; expected True, False or None"
-        )
+    reshard, post_forward_size = _resharding(reshard_after_forward, comm.world_size)
+    if max_live_parameters is not None and max_live_parameters < 0:
+        raise ValueError(f"max_live_parameters: expected at least 0, got {max_live_parameters}")
     policy = mp_policy or MixedPrecisionPolicy()
     if stage == 0 and policy.param_dtype is not None:
         raise UnsupportedError(
@@ -97,20 +108,55 @@ def fully_shard(
     options = Options(
         STAGES[stage],
         policy,
-        reshard_after_forward,
+        reshard,
         bucket_mb=BUCKET_MB if stage < 3 and units is None else None,
         ignored=frozenset(id(p) for p in ignored_params or ()),
         initialise=param_init_fn,
         offload=offload_policy,
-        host_shared=host_shared,
+        host_shared=host_shared if post_forward_size is None else False,
+        post_forward_size=post_forward_size,
     )
-    inner = inner_units(module, units)
-    agree(module, comm, options.ignored)
+    parts = _parts(module)
+    if len(parts) > 1 and units is not None:
+        raise ValueError("units: expected None with a list of modules, which is one unit")
+    targets = [[part] for part in inner_units(parts[0][1], units)] + [parts]
+    agree(parts, comm, options.ignored)
     runtime = Runtime(comm)
-    for path, target in [*inner, ("", module)]:
-        wrap(target, target, path, runtime, options)
-        adopt(target)
+    runtime.max_live_parameters = max_live_parameters
+    resident = Resident(persistence_threshold) if persistence_threshold > 0 and stage == 3 else None
+    for target in targets:
+        modules = [part for _, part in target]
+        wrap(modules, target, runtime, options, resident, last=target is parts)
+        for part in modules:
+            adopt(part, options.strategy.shards)
     return module
+
+
+def _resharding(reshard_after_forward: bool | int | None, world_size: int) -> tuple[bool | None, int | None]:
+    """Whether to free after forward, and how many ranks hold a copy together then, if not all."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, None
+    if not 1 <= reshard_after_forward <= world_size or world_size % reshard_after_forward:
+        raise ValueError(
+            f"reshard_after_forward: expected True, False, None or a number that divides the world size {world_size}, "
+            f"got {reshard_after_forward}"
+        )
+    if reshard_after_forward in (1, world_size):
+        return reshard_after_forward == world_size > 1, None
+    return True, reshard_after_forward
+
+
+def _parts(module: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules of one unit, with the start of their names in messages."""
+    if isinstance(module, nn.Module):
+        return [("", module)]
+    modules = list(module)
+    if not modules:
+        raise ValueError("module: expected a module or a list of them, got an empty list")
+    for i, part in enumerate(modules):
+        if any(part is inner for j, other in enumerate(modules) if j != i for inner in other.modules()):
+            raise ValueError(f"module: expected modules of which none holds another, got {type(part).__name__} twice")
+    return [(f"{type(part).__name__}." if len(modules) > 1 else "", part) for part in modules]
 
 
 def inner_units(module: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:

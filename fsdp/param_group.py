@@ -38,6 +38,7 @@ from fsdp.flat_layout import FlatLayout, local_shape
 from fsdp.gradient_hooks import put_off
 from fsdp.gradients import Gradients
 from fsdp.offload import CPUOffloadPolicy
+from fsdp.post_forward import PostForwardShard
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.strategy import Strategy, Trigger
 from fsdp.unit_statistics import UnitStatistics
@@ -76,6 +77,7 @@ class ParamGroup:
         grad_views: replicated gradients are views of the reduced bucket; otherwise copies.
         offload: shards and their gradients stay in host memory.
         host_shared: see ``fully_shard``.
+        post_forward: where the parameters are between forward and backward; None: nowhere but at rest.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ParamGroup:
         grad_views: bool = True,
         offload: CPUOffloadPolicy | None = None,
         host_shared: HostShared = True,
+        post_forward: PostForwardShard | None = None,
     ) -> None:
         # Trainable ones first, so that a unit of which a part is frozen reduces one stretch of its layout.
         self.managed = sorted(parameters, key=lambda m: not m.parameter.requires_grad)
@@ -103,6 +106,10 @@ class ParamGroup:
         self.users = 0  # units whose forward or backward is under way and that see the full leaves
         self.touched = False  # backward has reached it since its last reduction
         self.frees_after_backward = True
+        self.spans_modules = False  # of several modules: stays gathered until the last one is done
+        self.post_forward = post_forward
+        self.reduce_buffers = strategy.reduce_buffers
+        self.divide_factor: float | None = None  # of summed gradients; None: the number of ranks
         self.flag_offset = 0  # its place among the flags of the runtime
         self._uses: list[weakref.ref[Use]] = []
         self._gather: Work | None = None
@@ -182,8 +189,10 @@ class ParamGroup:
         self._pointers = [m.parameter.data_ptr() for m in self.managed]
         self._free()
 
-    def guard(self, unit_module: nn.Module) -> None:
-        """From now on modules inside of ``unit_module`` refuse to run at rest. See [Note: modules at rest].
+    def guard(self) -> None:
+        """From now on modules that hold its parameters inside of a unit refuse to run at rest.
+
+        See [Note: modules at rest].
 
         A module whose parameters are of several groups is guarded by the first: its unit enters and leaves all.
         """
@@ -192,8 +201,7 @@ class ParamGroup:
         for managed in self.managed:
             for module, name in managed.owners:
                 own = module.__dict__.get("forward")
-                is_unit = module is unit_module or "_fsdp_unit" in module.__dict__
-                if not is_unit and not hasattr(own, "__fsdp_guard__"):
+                if "_fsdp_unit" not in module.__dict__ and not hasattr(own, "__fsdp_guard__"):
                     self._inner[module] = own
                     module.__dict__["forward"] = _refusal(f"{type(module).__name__}.{name} ({managed.name!r})")
         self._refusals = [(module, module.__dict__["forward"]) for module in self._inner]
@@ -262,9 +270,13 @@ class ParamGroup:
         if self.storage is Storage.FREED:
             for leaf, whole in zip(self.leaves, self._whole, strict=True):
                 leaf.data = whole
-        # One copy of a shard, where it is kept elsewhere or gathered in another dtype; otherwise it is sent as it is.
-        source = self._unsharded.contribution(self.shard, again=epoch is None and self._epoch >= 0)
-        self._gather = self.comm.all_gather(self.full, source, async_op=True)
+        if self.post_forward is not None and self.post_forward.tensor is not None and epoch in (None, self._epoch):
+            assert self.post_forward.comm is not None
+            self._gather = self.post_forward.comm.all_gather(self.full, self.post_forward.tensor, async_op=True)
+        else:
+            # One copy of a shard, where it is kept elsewhere or gathered in another dtype; otherwise it is sent as is.
+            source = self._unsharded.contribution(self.shard, again=epoch is None and self._epoch >= 0)
+            self._gather = self.comm.all_gather(self.full, source, async_op=True)
         self.statistics.gathers += 1
         self.statistics.gathered_nbytes += self.full.numel() * self.full.element_size()
         self.storage = Storage.GATHERING
@@ -285,8 +297,14 @@ class ParamGroup:
         if self._gather is not None:
             self._gather.is_completed()
 
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
+    def reshard(self, after_forward: bool = False) -> None:
+        """Free the gathered parameters. ``after_forward``: backward may come and want them again."""
+        if self.post_forward is not None:
+            if after_forward and self.storage is not Storage.FREED:
+                self.wait_for_unshard()
+                self.post_forward.keep(self.full)
+            else:
+                self.post_forward.drop()
         if self.strategy.shards and self.storage is not Storage.FREED:
             self.wait_for_unshard()
             self._free()

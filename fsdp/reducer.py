@@ -38,7 +38,6 @@ class Reducer:
         self.comm = comm
         self.static_graph = static_graph
         self.requires_sync = True  # False under no_sync
-        self.divide_factor: float | None = None  # of summed gradients; None: the number of ranks
         self._groups: list[ParamGroup] = []
         self._order: list[ParamGroup] = []  # those of Trigger.ORDER, as they start
         self._next = 0
@@ -79,15 +78,15 @@ class Reducer:
 
     def start(self, group: ParamGroup) -> None:
         """Start to reduce ``group``, after as many earlier reductions have landed as its strategy has buffers for."""
-        while len(self._running) >= group.strategy.reduce_buffers:
+        while len(self._running) >= group.reduce_buffers:
             self._land_first()
         first = all(other is not group for other, _ in self._running)
         group.touched = False
         group.statistics.reductions += 1
         group.statistics.reduced_nbytes += group.gradients.layout.numel * group.gradients.dtype.itemsize
         reduction = group.gradients.start_reduction(self._buffer, first)
-        if self.divide_factor is not None:
-            reduction.scale = self.comm.world_size / self.divide_factor
+        if group.divide_factor is not None:
+            reduction.scale = self.comm.world_size / group.divide_factor
         self._running.append((group, reduction))
 
     def poll(self) -> None:
@@ -123,7 +122,7 @@ class Reducer:
                 self.start(group)
         self._next = len(self._order)
         for group in self._groups:
-            if group.strategy.trigger is Trigger.INPUTS and group.touched and self.reduces(group):
+            if group.strategy.trigger is not Trigger.ORDER and group.touched and self.reduces(group):
                 self.start(group)
         if any(self.reduces(group) for group in self._groups):
             flags = self._exchange_flags()

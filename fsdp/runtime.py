@@ -17,9 +17,11 @@ from torch import nn
 from collectives import Communicator
 from collectives.errors import UnsupportedError
 from fsdp.param_group import ParamGroup, Storage
+from fsdp.post_forward import PostForwardShard
 from fsdp.reducer import Reducer
 from fsdp.strategy import Trigger
 from fsdp.sync import broadcast_tensors
+from fsdp.together import Together
 from fsdp.use import Progress, Use
 
 if TYPE_CHECKING:
@@ -63,7 +65,11 @@ class Runtime:
         self._depth = 0
         self._forward_order: list[Unit] = []
         self._next_of: dict[Unit, Unit] = {}
-        self._prefetched: Unit | None = None
+        self._ahead: dict[Unit, None] = {}  # units that are gathered before their turn
+        self.max_live_parameters: int | None = None  # gathered at once by guesses, in elements
+        self._together: list[Together] = []
+        self._splits: dict[int, Communicator] = {}  # by size; see post_forward.py
+        self._unsplit: list[PostForwardShard] = []
         self._begun: list[Use] = []
 
     def add(self, unit: Unit) -> None:
@@ -89,6 +95,8 @@ class Runtime:
         backward = [group for unit in (*reversed(inner), root) for group in reversed(unit.own_groups)]
         self.reducer.manage(backward)
         self.buffer_owners = [owner for unit in self.units for owner in unit.buffer_owners]
+        self._together = list(dict.fromkeys(unit.together for unit in self.units if unit.together is not None))
+        self._unsplit = [g.post_forward for g in self.groups if g.post_forward is not None]
 
     @property
     def next_epoch(self) -> int:
@@ -113,12 +121,23 @@ class Runtime:
             if other.unresolved:
                 self._depth -= 1
                 raise UnsupportedError(_tied_outside(other))
+        if self._unsplit:
+            self._split()
         if self.on_root_forward is not None:
             self.on_root_forward()
         self.phase = Phase.FORWARD
         self._start_forward()
         if unit.module.training and torch.is_grad_enabled() and self.reducer.requires_sync:
             self._broadcast_buffers()
+
+    def _split(self) -> None:
+        """Make the smaller communicators, one for each size: late, so that the units of a model share them."""
+        for shard in self._unsplit:
+            if shard.comm is None:
+                if shard.size not in self._splits:
+                    self._splits[shard.size] = self.comm.split(self.comm.rank // shard.size)  # type: ignore[assignment]
+                shard.comm = self._splits[shard.size]
+        self._unsplit = []
 
     def _start_forward(self) -> None:
         self._epoch += 1
@@ -136,13 +155,28 @@ class Runtime:
         if not order:
             raise RuntimeError(f"rank {self.comm.rank} has run no forward that it could repeat for other ranks")
         self._start_forward()
+        inside: list[Unit] = []
         for unit in order:
+            while inside and unit.module not in set(inside[-1].module.modules()):
+                self._pass(inside.pop())
             self.gather(unit)
+            inside.append(unit)
+            if unit.together is not None:
+                unit.together.begin()
             for group in unit.groups:
-                if group.strategy.frees_after_forward and (unit.frees_after_forward or group not in unit.own_groups):
-                    group.reshard()
+                group.users += 1
+        while inside:
+            self._pass(inside.pop())
         self._depth = 1
         self.end_forward(differentiable=False)
+
+    def _pass(self, unit: Unit) -> None:
+        """What the end of a forward of ``unit`` frees."""
+        last = unit.together is None or unit.together.end(unit)
+        for group in unit.groups:
+            group.users -= 1
+            if not group.users and last and unit.frees(group):
+                group.reshard()
 
     def cancel_forward(self) -> None:
         """The forward that began last could not be started."""
@@ -157,17 +191,21 @@ class Runtime:
         """Have the parameters of ``unit``, and start to gather those of the unit that came next last time.
 
         A wrong guess costs memory until the end of the forward. There is one guess at a time, so at most two units are
-        gathered at once, beside what is kept.
+        gathered at once, beside what is kept; unless the unit says what to fetch.
         """
         for group in unit.groups:
             group.unshard(self._epoch)
         for group in unit.groups:
             group.wait_for_unshard()
-        if self._prefetched is unit:
-            self._prefetched = None
-        use = Use(unit.groups, self._forward_order[-1] if self._forward_order else None, unit.gathers_for_backward)
+        self._ahead.pop(unit, None)
+        use = Use(unit, self._forward_order[-1] if self._forward_order else None)
         self._forward_order.append(unit)
-        self._prefetch(self._next_of.get(unit), self._epoch)
+        if unit.forward_prefetch is None:
+            if not self._ahead:
+                self._prefetch(self._next_of.get(unit), self._epoch)
+        else:
+            for other in unit.forward_prefetch:
+                self._prefetch(other, self._epoch)
         self.poll()
         return use
 
@@ -177,17 +215,24 @@ class Runtime:
             group.unshard()
         for group in unit.groups:
             group.wait_for_unshard()
-        if self._prefetched is unit:
-            self._prefetched = None
-        return Use(unit.groups, None)
+        self._ahead.pop(unit, None)
+        return Use(unit, None)
 
     def _prefetch(self, unit: Unit | None, epoch: int | None) -> None:
-        if unit is None or self._prefetched is not None or not unit.frees_after_forward:
+        if unit is None or not unit.frees_after_forward:
             return
-        if all(group.storage is Storage.FREED for group in unit.groups):
-            self._prefetched = unit
-            for group in unit.groups:
+        # Its own only: what it shares with other units is gathered, or they are about to gather it.
+        groups = unit.own_groups
+        if all(group.storage is Storage.FREED for group in groups) and self._has_room(groups):
+            self._ahead[unit] = None
+            for group in groups:
                 group.unshard(epoch)
+
+    def _has_room(self, groups: list[ParamGroup]) -> bool:
+        if self.max_live_parameters is None:
+            return True
+        live = [group for group in self.groups if group.strategy.shards and group.storage is not Storage.FREED]
+        return sum(group.layout.numel for group in (*live, *groups)) <= self.max_live_parameters
 
     def end_forward(self, differentiable: bool) -> None:
         """A forward ends, outside of backward. Without anything to differentiate nothing stays gathered."""
@@ -195,10 +240,14 @@ class Runtime:
         if self._depth:
             return
         self.phase = Phase.IDLE
-        if self._prefetched is not None:
-            for group in self._prefetched.groups:
+        for unit in self._ahead:
+            for group in unit.own_groups:
                 group.reshard()
-            self._prefetched = None
+        self._ahead.clear()
+        for together in self._together:
+            if together.give_up() and together.units[-1].frees_after_forward:
+                for group in together.units[-1].own_groups:
+                    group.reshard(after_forward=differentiable)
         if not differentiable:
             for group in self.groups:
                 group.reshard()
@@ -228,14 +277,16 @@ class Runtime:
         self._begun.append(use)
         for group in use.groups:
             group.touched = True
-            if use.gathers:
+            if use.unit.gathers_for_backward:
                 group.unshard()
         for group in use.groups:
             group.wait_for_unshard()
             group.enter()
-        if self._prefetched is not None and self._prefetched.groups is use.groups:
-            self._prefetched = None
-        if use.before is not None and use.before.gathers_for_backward:
+        self._ahead.pop(use.unit, None)
+        if use.unit.backward_prefetch is not None:
+            for other in use.unit.backward_prefetch:
+                self._prefetch(other, None)
+        elif use.before is not None and not self._ahead and use.before.gathers_for_backward:
             self._prefetch(use.before, None)
         self.poll()
 
@@ -254,7 +305,8 @@ class Runtime:
                 open_uses = group.open_uses()
                 if not open_uses and self.reducer.reduces(group):
                     self.reducer.start(group)
-                if group.frees_after_backward and all(other.progress is not Progress.BEGUN for other in open_uses):
+                waiting = group.spans_modules or any(other.progress is Progress.BEGUN for other in open_uses)
+                if group.frees_after_backward and not (open_uses and waiting):
                     group.reshard()
         self.poll()
 
@@ -275,9 +327,9 @@ class Runtime:
 
     def _rest(self, keep: bool) -> None:
         """Free what is gathered. ``keep``: what is gathered once a step stays for the next micro-step."""
-        self._prefetched = None
+        self._ahead.clear()
         for group in self.groups:
-            if keep and (group.strategy.trigger is Trigger.ORDER or not group.frees_after_backward):
+            if keep and (group.strategy.trigger is not Trigger.INPUTS or not group.frees_after_backward):
                 group.retain()
             else:
                 group.reshard()
@@ -301,7 +353,7 @@ class Runtime:
 
     def poll(self) -> None:
         """Some transports only move when they are asked: called at every border of a unit."""
-        if self._prefetched is not None:
-            for group in self._prefetched.groups:
+        for unit in self._ahead:
+            for group in unit.own_groups:
                 group.poll()
         self.reducer.poll()

@@ -11,6 +11,7 @@ class Trigger(enum.Enum):
 
     INPUTS = "when backward has passed the inputs of the unit"
     ORDER = "when every gradient of the group and of all groups before it in a fixed order is there"
+    END = "at the end of backward"
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,5 @@ STAGES = (
     Strategy("ZeRO-2", True, False, Trigger.ORDER, False, 2),
     Strategy("FSDP", True, True, Trigger.INPUTS, False, 1),
 )
+# Small parameters of many units in one group: one gather a step, and one reduction when the last unit is done.
+RESIDENT = Strategy("FSDP, small parameters", True, False, Trigger.END, False, 1)

@@ -25,6 +25,7 @@ from fsdp.param_group import ParamGroup
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
 from fsdp.strategy import Trigger
+from fsdp.together import Together
 from fsdp.tree import map_tensors, tensors
 from fsdp.use import Use
 
@@ -82,6 +83,10 @@ class Unit:
         # Forwards under way, innermost last, and whether they recompute; None for one on summoned parameters.
         self._uses: list[tuple[Use, bool] | None] = []
         self.gathers_for_backward = True  # otherwise backward does not read the parameters
+        self.forward_prefetch: list[Unit] | None = None  # what to gather ahead; None: what came next last time
+        self.backward_prefetch: list[Unit] | None = None
+        self.leader: Unit = self  # of several modules that are one unit: who owns the groups
+        self.together: Together | None = None
         self._cast = policy.param_dtype if policy.cast_forward_inputs else None
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, always_call=True)
@@ -89,11 +94,17 @@ class Unit:
     @property
     def frees_after_forward(self) -> bool:
         """Whether its parameters are freed between forward and backward."""
-        if not self.own_groups or not self.own_groups[0].strategy.frees_after_forward:
+        if not self.own_groups:
+            return self.leader is not self and self.leader.frees_after_forward
+        if not self.own_groups[0].strategy.frees_after_forward:
             return False
         if self.reshard_after_forward is None:
             return self is not self.runtime.root
         return self.reshard_after_forward
+
+    def frees(self, group: ParamGroup) -> bool:
+        """Whether a forward of it frees ``group``, which may be another unit's, when nobody else computes with it."""
+        return group.strategy.frees_after_forward and (self.frees_after_forward or group not in self.leader.own_groups)
 
     @_eagerly
     def pre_forward(
@@ -115,6 +126,8 @@ class Unit:
                 self.runtime.cancel_forward()
                 raise
         self._uses.append((use, recomputes))
+        if self.together is not None and not recomputes:
+            self.together.begin()
         for group in self.groups:
             group.enter()
         if self._cast is not None:
@@ -164,9 +177,10 @@ class Unit:
         if self.policy.output_dtype is not None:
             output = map_tensors(self._to_output_dtype, output)
         differentiable = torch.is_grad_enabled() and self._watch_outputs(use, output)
+        last = self.together is None or recomputes or self.together.end(self)
         for group in self.groups:
-            if group.leave() and self._frees(group, differentiable, recomputes):
-                group.reshard()
+            if group.leave() and last and self._frees(group, differentiable, recomputes):
+                group.reshard(after_forward=differentiable)
         if not recomputes:
             self.runtime.end_forward(differentiable)
         return output
@@ -174,7 +188,7 @@ class Unit:
     def _frees(self, group: ParamGroup, differentiable: bool, recomputes: bool) -> bool:
         if recomputes and (differentiable or group.touched):
             return False
-        return group.strategy.frees_after_forward and (self.frees_after_forward or group not in self.own_groups)
+        return self.frees(group)
 
     def _watch_outputs(self, use: Use, output: Any) -> bool:
         """Have the parameters gathered when the gradient of any output is there. Whether any output can have one."""

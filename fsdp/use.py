@@ -22,15 +22,14 @@ class Use:
     """One forward of a unit. The autograd graph holds it, so it is gone when its backward can no longer come.
 
     Args:
-        groups: what the unit computes with.
+        unit: it ran.
         before: the unit that ran before it, so the next one in backward.
-        gathers: backward reads the parameters.
     """
 
-    __slots__ = ("__weakref__", "before", "gathers", "groups", "progress")
+    __slots__ = ("__weakref__", "before", "groups", "progress", "unit")
 
-    def __init__(self, groups: list[ParamGroup], before: Unit | None, gathers: bool = True) -> None:
-        self.groups = groups
+    def __init__(self, unit: Unit, before: Unit | None) -> None:
+        self.unit = unit
+        self.groups: list[ParamGroup] = unit.groups
         self.before = before
-        self.gathers = gathers
         self.progress = Progress.PENDING

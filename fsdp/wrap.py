@@ -13,14 +13,17 @@ from fsdp.gradient_hooks import replicated_in
 from fsdp.meta_device import Initialise, materialise
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.param_group import ManagedParameter, ParamGroup
+from fsdp.post_forward import post_forward_shard
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
 from fsdp.state_dict import refuse_plain_state_dict
-from fsdp.strategy import Strategy
+from fsdp.strategy import RESIDENT, Strategy
 from fsdp.sync import broadcast_tensors, check_same
+from fsdp.together import Together
 from fsdp.unit import Unit, find_unit
 from fsdp.unsharded import HostShared
 
+Parts = Sequence[tuple[str, nn.Module]]
 FIRST_BUCKET_MB = 1.0  # the first bucket to be reduced is small, so that communication starts early
 
 
@@ -36,6 +39,7 @@ class Options:
         initialise: fills a module that was on the meta device; None: its ``reset_parameters``.
         offload: shards and gradients are in host memory.
         host_shared: see ``fully_shard``.
+        post_forward_size: how many ranks hold a copy between forward and backward; None: all, or nobody.
     """
 
     strategy: Strategy
@@ -47,74 +51,127 @@ class Options:
     initialise: Initialise | None = None
     offload: CPUOffloadPolicy | None = None
     host_shared: HostShared = True
+    post_forward_size: int | None = None
 
 
-def agree(module: nn.Module, comm: Communicator, ignored: frozenset[int]) -> None:
-    """Make sure that all ranks were given the same module, and give its buffers rank 0's values. Collective.
+@dataclass
+class Resident:
+    """Parameters so small that they stay gathered. Those of all units of one call are a group of its last unit.
+
+    Args:
+        threshold: the most elements that such a parameter has.
+        found: what units have left for the last one, by id.
+    """
+
+    threshold: int
+    found: dict[int, ManagedParameter] = field(default_factory=dict)
+
+
+def agree(parts: Parts, comm: Communicator, ignored: frozenset[int]) -> None:
+    """Make sure that all ranks were given the same modules, and give their buffers rank 0's values. Collective.
 
     Raises:
         ValueError: they were not; alike on all ranks, naming the first parameter or buffer that differs.
     """
-    named = [("parameter", name, p) for name, p in module.named_parameters() if id(p) not in ignored]
-    buffers = list(module.named_buffers())
+    named = [
+        ("parameter", path + name, p) for path, m in parts for name, p in m.named_parameters() if id(p) not in ignored
+    ]
+    buffers = [(path + name, buffer) for path, module in parts for name, buffer in module.named_buffers()]
     check_same(comm, [*named, *(("buffer", name, buffer) for name, buffer in buffers)])
     broadcast_tensors(comm, (buffer for _, buffer in buffers if not buffer.is_meta))
 
 
-def wrap(hooked: nn.Module, module: nn.Module, path: str, runtime: Runtime, options: Options) -> Unit:
-    """Make a unit of what ``module`` holds and no inner unit took. Collective, after ``agree``.
+def wrap(
+    hooked: Sequence[nn.Module],
+    parts: Parts,
+    runtime: Runtime,
+    options: Options,
+    resident: Resident | None = None,
+    last: bool = True,
+) -> Unit:
+    """Make a unit of what modules hold and no inner unit took. Collective, after ``agree``.
 
     Args:
-        hooked: whose forward the unit follows: ``module`` itself, or what calls it.
-        path: what the names of its parameters start with in messages.
+        hooked: whose forwards the unit follows: the modules themselves, or what calls them.
+        parts: the modules, and what the names of their parameters start with in messages.
         runtime: takes in the unit, and the units of inner runtimes.
+        resident: small parameters are left to the last unit of a call.
+        last: this is it.
+
+    Returns:
+        The unit that owns the parameters. Of several modules it is the last one's; each has a unit.
 
     Raises:
         ValueError: the module is wrapped already, or has no forward.
     """
-    if find_unit(hooked) is not None:
-        raise ValueError(f"{type(module).__name__} is wrapped already; expected every module to be wrapped once")
-    if type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{type(module).__name__} has no forward that a unit could follow; expected its children, one by one"
-        )
+    for caller, (_, module) in zip(hooked, parts, strict=True):
+        if find_unit(caller) is not None:
+            raise ValueError(f"{type(module).__name__} is wrapped already; expected every module to be wrapped once")
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"{type(module).__name__} has no forward that a unit could follow; expected its children, one by one"
+            )
     comm = runtime.comm
     taken = {id(m.parameter) for unit in runtime.units for group in unit.own_groups for m in group.managed}
-    walk = _Walk(options.ignored, taken)
-    walk.visit(module, path)
+    walk = _Walk(options.ignored, taken, resident)
+    for path, module in parts:
+        walk.visit(module, path)
     materialise(walk.modules, comm.device, options.initialise)
     if walk.on_meta:
         broadcast_tensors(comm, (owner._buffers[name] for owner, name in walk.on_meta))  # type: ignore[misc]
     options.policy.cast_buffers(walk.buffers)
-    owned = list(walk.owned.values())
+    kinds = [(options.strategy, options.bucket_mb, list(walk.owned.values()))]
+    if resident is not None and last:
+        kinds.append((RESIDENT, None, list(resident.found.values())))
     groups = [
         ParamGroup(
             parameters,
             comm,
-            options.strategy,
+            strategy,
             options.policy,
             options.grad_views,
             options.offload,
             options.host_shared,
+            post_forward_shard(options.post_forward_size if strategy.frees_after_forward else None),
         )
-        for parameters in _group(owned, options.bucket_mb)
+        for strategy, bucket_mb, managed in kinds
+        for parameters in _group(managed, bucket_mb)
     ]
-    unit = Unit(hooked, groups, options.policy, options.reshard_after_forward, walk.buffers)
+    units = [Unit(caller, groups, options.policy, options.reshard_after_forward, []) for caller in hooked]
+    unit = units[-1]
+    unit.buffer_owners = walk.buffers
+    if len(units) > 1:
+        _join(units)
     for prefix, inner in walk.inner:
         if inner.runtime is not runtime:
             for managed in (m for other in inner.runtime.units for group in other.own_groups for m in group.managed):
                 managed.name = prefix + managed.name
             runtime.absorb(inner.runtime)
-    runtime.add(unit)
+    for each in units:
+        runtime.add(each)
+    for each, caller in zip(units, hooked, strict=True):
+        caller.__dict__["_fsdp_unit"] = each
     unit.unresolved = walk.borrowed
     for other in runtime.units:
         _borrow(other)
-    for group in unit.groups:
-        group.guard(hooked)
     if options.strategy.shards:
-        refuse_plain_state_dict(unit, module)
-    hooked.__dict__["_fsdp_unit"] = unit
+        for each, (_, module) in zip(units, parts, strict=True):
+            refuse_plain_state_dict(each, module)
+    for group in unit.groups:
+        group.guard()
     return unit
+
+
+def _join(units: list[Unit]) -> None:
+    """Make one unit of several: the last one owns the groups, all compute with them."""
+    *others, leader = units
+    together = Together(units)
+    for unit in units:
+        unit.together, unit.leader, unit.groups = together, leader, leader.groups
+    for unit in others:
+        unit.own_groups = []
+    for group in leader.own_groups:
+        group.spans_modules = True
 
 
 @dataclass
@@ -123,6 +180,7 @@ class _Walk:
 
     ignored: frozenset[int]
     taken: set[int]  # ids of parameters that units of this model manage
+    resident: Resident | None = None
     inner: list[tuple[str, Unit]] = field(default_factory=list)
     owned: dict[int, ManagedParameter] = field(default_factory=dict)
     borrowed: list[tuple[nn.Parameter, nn.Module, str]] = field(default_factory=list)
@@ -144,6 +202,9 @@ class _Walk:
                 other.retire()
                 other = None
             if id(parameter) in self.taken or hasattr(parameter, "full_shape") or other is not None:
+                self.borrowed.append((parameter, module, name))
+            elif self.resident is not None and parameter.numel() <= self.resident.threshold:
+                self.resident.found.setdefault(id(parameter), ManagedParameter(prefix + name, parameter))
                 self.borrowed.append((parameter, module, name))
             else:
                 managed = self.owned.setdefault(id(parameter), ManagedParameter(prefix + name, parameter))
@@ -207,7 +268,7 @@ def _borrow(unit: Unit) -> None:
                 managed.owners.append((module, name))
                 if group not in unit.groups:
                     unit.groups.append(group)
-                group.guard(unit.module)
+                group.guard()
                 break
         else:
             unresolved.append((parameter, module, name))

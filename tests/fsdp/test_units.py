@@ -607,8 +607,7 @@ def refused(comm: Communicator) -> None:
     def linear() -> nn.Module:
         return nn.Linear(3, 3)
 
-    for name, value in (("replicate_comm", comm), ("owner", "balanced"),
-                        ("reshard_after_forward", 2)):  # fmt: skip
+    for name, value in (("replicate_comm", comm), ("owner", "balanced")):
         with pytest.raises(UnsupportedError, match=name):
             fully_shard(linear(), comm, **{name: value})
     with pytest.raises(UnsupportedError, match="param_dtype"):
