@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import torch
@@ -49,7 +49,7 @@ class Collective:
     own: tuple[torch.Tensor, torch.Tensor] | None = None
     even: bool = True
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the larger side, the same on all ranks."""
         return max(chunks.cuts[-1] for chunks in (self.input, self.output) if chunks is not None)

@@ -53,7 +53,7 @@ class Communicator(Endpoint):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]) -> Work:
         """Combine every rank's ``tensor``, in place; all ranks get the same bits."""
-        if not options and (done := self._express("all_reduce", (op,), tensor)):
+        if self._may_be_short(options) and (done := self._express("all_reduce", (op,), tensor)):
             return done
         flat = self._flat(tensor, "tensor", written=True)
         check_reducible(tensor.dtype, op)
@@ -65,7 +65,7 @@ class Communicator(Endpoint):
 
         ``input`` may be this rank's own part of ``output``: then nothing is copied locally.
         """
-        if not options and (done := self._express("all_gather", (), output, input)):
+        if self._may_be_short(options) and (done := self._express("all_gather", (), output, input)):
             return done
         sizes = self._even_sizes(input, "input", output, "output")
         return self._all_gather(output, input, sizes, True, **options)
@@ -97,7 +97,7 @@ class Communicator(Endpoint):
 
         ``output`` may be this rank's own part of ``input``, which otherwise stays unchanged.
         """
-        if not options and (done := self._express("reduce_scatter", (op,), input, output)):
+        if self._may_be_short(options) and (done := self._express("reduce_scatter", (op,), input, output)):
             return done
         sizes = self._even_sizes(output, "output", input, "input")
         return self._reduce_scatter(output, input, sizes, op, True, **options)

@@ -204,8 +204,11 @@ class Endpoint:
         elif choice == NATIVE and call.numel * call.dtype.itemsize >= self._transport.meets_from:
             post = self._poster(Row(), call.tag(choice))  # tokens are no part of what the call sends
             steps = chain(meet(self.rank, self.world_size, self._transport.device, post), steps)
-        elif algorithm is None and choice == NATIVE and call.plain and all(flat.target is None for flat in flats):
-            self._remember(call, what, row)
+        elif algorithm is None and all(flat.target is None for flat in flats):
+            if self.world_size == 1 and call.operation in _ALONE and call.numel and not call.dtype.is_complex:
+                self._remember(call, what, row, _ALONE[call.operation])
+            elif choice == NATIVE and call.plain and call.even and hasattr(self._transport, f"_{call.operation}"):
+                self._remember(call, what, row, getattr(self._transport, f"_{call.operation}"))
         return self._start(what, steps, row, async_op, timeout)
 
     def _shared(self, tensor: torch.Tensor) -> SharedBuffer | None:
@@ -269,16 +272,17 @@ class Endpoint:
             operation.wait()
         return operation
 
-    def _remember(self, call: Collective, what: Callable[[], str], row: Row) -> None:
+    def _remember(self, call: Collective, what: Callable[[], str], row: Row, start: Callable[..., Pending]) -> None:
         """Calls with this signature may take the short way from now on."""
-        if not call.even or not hasattr(self._transport, f"_{call.operation}"):
-            return
         other = call.numel // self.world_size if call.operation in ("all_gather", "reduce_scatter") else 0
         arguments: tuple[ReduceOp | int, ...] = () if call.op is None else (call.op,)
         arguments += () if call.root is None else (call.root,)
-        start = getattr(self._transport, f"_{call.operation}")
         key = (call.operation, arguments, call.dtype, call.numel, other)
         self._expresses[key] = Express(start, arguments, what, row, call.least_bytes(self.world_size, self.rank))
+
+    def _may_be_short(self, options: Mapping[str, object]) -> bool:
+        """Whether a call with these keywords may take the short way. A rank alone has nobody to wait for."""
+        return not options or (self.world_size == 1 and len(options) == 1 and "async_op" in options)
 
     def _express(
         self,
@@ -290,7 +294,8 @@ class Endpoint:
         """The short way, for small messages, where every microsecond in Python counts.
 
         It serves a synchronous call whose signature went the long way to the library before, with nothing to pack,
-        round or divide and nothing pending. None where that is not so, and where the long way says what is wrong.
+        round or divide and nothing pending; and any such call of a rank that is alone. None where that is not so, and
+        where the long way says what is wrong.
         """
         if not isinstance(larger, torch.Tensor) or not (smaller is None or isinstance(smaller, torch.Tensor)):
             return None
@@ -335,6 +340,32 @@ class Endpoint:
             ) from self._progress.failure
         if self._closed:
             raise CommClosedError(f"rank {self.rank}: the communicator is closed")
+
+
+class _Done:
+    """Nothing was posted."""
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self, i: int, deadline: float) -> None:
+        return
+
+
+_DONE = _Done()
+
+
+def _keep(tensor: torch.Tensor, *_: object) -> Pending:
+    return _DONE
+
+
+def _copy(output: torch.Tensor, input: torch.Tensor, *_: object) -> Pending:
+    output.copy_(input.detach() if input.requires_grad else input)
+    return _DONE
+
+
+# What is left at world size 1.
+_ALONE: dict[str, Callable[..., Pending]] = {"all_reduce": _keep, "all_gather": _copy, "reduce_scatter": _copy}
 
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -71,6 +71,10 @@ class Gradients:
         self.layout = self._whole.subset(wanted)
         self._bucket: torch.Tensor | None = None
         self._bucket_views: list[torch.Tensor] = []
+        self._spans = self.layout.spans()
+        self._padding = [
+            torch.zeros(gap, dtype=self.dtype, device=self.comm.device) if gap else None for gap in self._spans[1::2]
+        ]
         pieces = self.layout.pieces(self.part)
         shapes = [self.leaves[i].shape for i in self.indices]
         self.target = Target(
@@ -143,8 +147,9 @@ class Gradients:
             bucket = self._fill_bucket(taken, first)
             work = self.comm.all_reduce(bucket, ReduceOp.AVG, async_op=True)
             return Reduction(self.target, work, None, bucket, used)
-        buffer = take_buffer(self.layout.numel, self.dtype)
-        flat = self._pack(taken, buffer[: self.layout.numel])
+        numel = self.layout.numel
+        buffer = take_buffer(numel, self.dtype)
+        flat = self._pack(taken, buffer if buffer.numel() == numel else buffer[:numel])
         output = flat.new_empty(self.layout.sizes[self.part])
         if self.layout.is_even:
             work = self.comm.reduce_scatter(output, flat, ReduceOp.AVG, async_op=True)
@@ -159,19 +164,17 @@ class Gradients:
         Letting autograd add into zeroed views of the buffer instead would write it twice and read it once more.
         """
         parts: list[torch.Tensor] = []
-        spans = self.layout.spans()
-        zeros = flat.new_zeros(max(spans[1::2]))  # the padding
-        for gradient, numel, gap in zip(taken, spans[::2], spans[1::2], strict=True):
+        for gradient, numel, padding in zip(taken, self._spans[::2], self._padding, strict=True):
             parts.append(flat.new_zeros(numel) if gradient is None else gradient.reshape(-1))
-            if gap:
-                parts.append(zeros[:gap])
+            if padding is not None:
+                parts.append(padding)
         return torch.cat(parts, out=flat)
 
     def _fill_bucket(self, taken: Sequence[torch.Tensor | None], first: bool) -> torch.Tensor:
         """The same for replicated gradients, whose buffer becomes their home. Those that live there already stay."""
         if self._bucket is None or not first:
             bucket = self.comm.allocate(self.layout.numel, self.dtype).zero_()
-            spans = torch.split(bucket, self.layout.spans())[::2]
+            spans = torch.split(bucket, self._spans)[::2]
             views = [span.view(shape) for span, shape in zip(spans, self.target.shapes, strict=True)]
             if first:
                 self._bucket, self._bucket_views = bucket, views

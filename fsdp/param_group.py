@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -53,6 +53,16 @@ class ManagedParameter:
     name: str
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class _Place(NamedTuple):
+    """Where a module holds parameter number ``i`` of a group, or its full leaf."""
+
+    parameters: dict[str, nn.Parameter | None]
+    name: str
+    parameter: nn.Parameter
+    leaf: nn.Parameter
+    i: int
 
 
 class Storage(enum.Enum):
@@ -116,7 +126,8 @@ class ParamGroup:
         self._epoch = -1  # the root forward that it was last gathered for
         self._fresh = False  # gathered parameters are known to equal the shards, although a backward has ended
         self.summoned = False  # parameters are whole for somebody to look at: see full_params.py
-        self._refusals: list[tuple[nn.Module, Callable[..., NoReturn]]] = []
+        self._places: list[_Place] = []
+        self._refusals: list[tuple[dict[str, Any], Callable[..., NoReturn], Any]] = []
         self._inner: dict[nn.Module, Any] = {}  # modules inside of the unit, and their own ``forward`` if they have one
 
         values = self._rank_0_values()
@@ -190,12 +201,16 @@ class ParamGroup:
         self._free()
 
     def guard(self) -> None:
-        """From now on modules that hold its parameters inside of a unit refuse to run at rest.
-
-        See [Note: modules at rest].
+        """Find the places of parameters, again if there are more. From now on modules that hold them inside of a unit
+        refuse to run at rest. See [Note: modules at rest].
 
         A module whose parameters are of several groups is guarded by the first: its unit enters and leaves all.
         """
+        self._places = [
+            _Place(module._parameters, name, managed.parameter, self.leaves[i], i)
+            for i, managed in enumerate(self.managed)
+            for module, name in managed.owners
+        ]
         if not self.strategy.shards:
             return
         for managed in self.managed:
@@ -204,7 +219,7 @@ class ParamGroup:
                 if "_fsdp_unit" not in module.__dict__ and not hasattr(own, "__fsdp_guard__"):
                     self._inner[module] = own
                     module.__dict__["forward"] = _refusal(f"{type(module).__name__}.{name} ({managed.name!r})")
-        self._refusals = [(module, module.__dict__["forward"]) for module in self._inner]
+        self._refusals = [(module.__dict__, module.__dict__["forward"], own) for module, own in self._inner.items()]
 
     def _free(self) -> None:
         self._unsharded.close()
@@ -220,20 +235,23 @@ class ParamGroup:
                 f"parameter {self.managed[0].name!r} of this DistributedDataParallel was wrapped once more, and "
                 "belongs to the later wrapper; expected a forward of that one"
             )
-        for i, managed in enumerate(self.managed):
-            parameter = managed.parameter
-            for module, name in managed.owners:
-                held = module._parameters.get(name)
-                if held is not parameter and held is not self.leaves[i]:
-                    self._take_back(i, held)
-                    module._parameters[name] = parameter
-            if self.strategy.shards:
+        for parameters, name, parameter, leaf, i in self._places:
+            held = parameters.get(name)
+            if held is not parameter and held is not leaf:
+                self._take_back(i, held)
+                parameters[name] = parameter
+        users = self.gradients.parameters
+        if self.strategy.shards:
+            for i, parameter in enumerate(users):
                 if parameter.data_ptr() != self._pointers[i]:
                     self._take_back(i, parameter)
-            elif len(parameter._post_accumulate_grad_hooks or ()) > 1:
-                put_off(parameter)
-            if parameter.requires_grad is not self.gradients.wanted[i]:
-                self.gradients.want(tuple(m.parameter.requires_grad for m in self.managed))
+        else:
+            for parameter in users:
+                if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+                    put_off(parameter)
+        wanted = tuple([parameter.requires_grad for parameter in users])
+        if wanted != self.gradients.wanted:
+            self.gradients.want(wanted)
 
     def _take_back(self, i: int, held: nn.Parameter | None) -> None:
         """``held`` was put in place of a parameter, or its data was. A shard of the right size is copied back."""
@@ -278,7 +296,7 @@ class ParamGroup:
             source = self._unsharded.contribution(self.shard, again=epoch is None and self._epoch >= 0)
             self._gather = self.comm.all_gather(self.full, source, async_op=True)
         self.statistics.gathers += 1
-        self.statistics.gathered_nbytes += self.full.numel() * self.full.element_size()
+        self.statistics.gathered_nbytes += self.full.nbytes
         self.storage = Storage.GATHERING
         if epoch is not None:
             self._epoch = epoch
@@ -328,13 +346,13 @@ class ParamGroup:
         """A unit starts to compute: its modules hold the full leaves."""
         self.users += 1
         if self.users == 1 and self.strategy.shards:
-            self._hold(self.leaves)
+            self._hold(True)
 
     def leave(self) -> bool:
         """A unit has computed. Whether it was the last: then the modules hold the user's parameters again."""
         self.users -= 1
         if self.users == 0 and self.strategy.shards:
-            self._hold(None)
+            self._hold(False)
         return self.users == 0
 
     def reset(self) -> None:
@@ -342,27 +360,25 @@ class ParamGroup:
         if self.users:
             self.users = 0
             if self.strategy.shards:
-                self._hold(None)
+                self._hold(False)
         self._uses.clear()
         self.reshard()
 
-    def _hold(self, leaves: Sequence[nn.Parameter] | None) -> None:
-        """Have the modules hold ``leaves`` and run; None: the user's parameters, and refuse to."""
-        for i, managed in enumerate(self.managed):
-            held = managed.parameter if leaves is None else leaves[i]
-            for module, name in managed.owners:
-                module._parameters[name] = held
-        self.allow_forward(leaves is not None)
+    def _hold(self, full: bool) -> None:
+        """Have the modules hold the full leaves and run; otherwise the user's parameters, and refuse to."""
+        for parameters, name, parameter, leaf, _ in self._places:
+            parameters[name] = leaf if full else parameter
+        self.allow_forward(full)
 
     def allow_forward(self, allow: bool) -> None:
         """Whether modules inside of the unit may run. See [Note: modules at rest]."""
-        for module, refusal in self._refusals:
+        for attributes, refusal, own in self._refusals:
             if not allow:
-                module.__dict__["forward"] = refusal
-            elif (own := self._inner[module]) is None:
-                module.__dict__.pop("forward", None)
+                attributes["forward"] = refusal
+            elif own is None:
+                attributes.pop("forward", None)
             else:
-                module.__dict__["forward"] = own
+                attributes["forward"] = own
 
     def gather_values(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Every parameter with its whole value, in a buffer of its own: what is under way in the model stays."""

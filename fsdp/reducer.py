@@ -63,7 +63,7 @@ class Reducer:
     def begin(self) -> None:
         """A backward begins."""
         self._next = 0
-        for group in self._groups:
+        for group in self._order:
             group.gradients.begin_backward()
 
     def group_ready(self) -> None:
@@ -80,7 +80,7 @@ class Reducer:
         """Start to reduce ``group``, after as many earlier reductions have landed as its strategy has buffers for."""
         while len(self._running) >= group.reduce_buffers:
             self._land_first()
-        first = all(other is not group for other, _ in self._running)
+        first = group not in [other for other, _ in self._running]
         group.touched = False
         group.statistics.reductions += 1
         group.statistics.reduced_nbytes += group.gradients.layout.numel * group.gradients.dtype.itemsize
@@ -129,7 +129,8 @@ class Reducer:
             while self._running:
                 self._land_first()
             for group, reduction in self._landed:
-                reduction.finish([flags[group.flag_offset + i] > 0 for i in group.gradients.indices])
+                if not reduction.complete:
+                    reduction.finish([flags[group.flag_offset + i] > 0 for i in group.gradients.indices])
         self.clear()
 
     def _exchange_flags(self) -> bytearray:
@@ -146,9 +147,10 @@ class Reducer:
                     flags[group.flag_offset + i] = _LATE
         if self.comm.world_size > 1:
             self._all_reduce(flags)
-        for group in self._groups:
-            if any(flags[group.flag_offset + i] == _LATE for i in group.gradients.indices):
-                self.start(group)
+        if _LATE in flags:
+            for group in self._groups:
+                if any(flags[group.flag_offset + i] == _LATE for i in group.gradients.indices):
+                    self.start(group)
         if self.static_graph:
             self._known_flags = bytearray(min(flag, _USED) for flag in flags)
         return flags
@@ -177,4 +179,5 @@ class Reducer:
         self._free.clear()
         for group in self._groups:
             group.touched = False
+        for group in self._order:
             group.gradients.end_backward()

@@ -59,26 +59,33 @@ class Reduction:
     used: Sequence[bool]
     scale: float = 1.0
 
+    @property
+    def complete(self) -> bool:
+        """Whether this rank used all parameters, so that ``land`` hands out everything."""
+        return False not in self.used
+
     def land(self) -> None:
         """Wait, then hand out the gradients of the parameters that this rank used."""
         self.work.wait()
         if self.scale != 1.0:
             self.output.mul_(self.scale)
-        self.output = self.output.to(self.target.home)  # one copy of a shard where it is kept elsewhere
+        if self.output.device != self.target.home:  # one copy of a shard, where it is kept elsewhere
+            self.output = self.output.to(self.target.home)
         self._give(self.used)
 
     def finish(self, used_somewhere: Sequence[bool]) -> None:
         """Hand out the gradients of the parameters that only other ranks used."""
-        if not all(self.used):
-            self._give([there and not here for here, there in zip(self.used, used_somewhere, strict=True)])
+        self._give([there and not here for here, there in zip(self.used, used_somewhere, strict=True)])
 
     def _give(self, chosen: Sequence[bool]) -> None:
         target = self.target
-        views = torch.split(self.output, target.spans)[::2]
+        views = self.output.split_with_sizes(target.spans)[::2]
         for parameter, view, shape, give in zip(target.parameters, views, target.shapes, chosen, strict=True):
             if not give:
                 continue
-            gradient = view.view(shape).to(parameter.dtype)
+            gradient = view if len(shape) == 1 else view.view(shape)
+            if gradient.dtype != parameter.dtype:
+                gradient = gradient.to(parameter.dtype)
             if target.sharded_over is None:
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient)

@@ -45,7 +45,7 @@ class _Inputs(torch.autograd.Function):
         ctx.runtime, ctx.use = runtime, use
         ctx.set_materialize_grads(False)
         # Detached, and not the inputs themselves: those would come out as views that forbid changes in place.
-        return tuple(tensor.detach() for tensor in inputs)
+        return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -153,7 +153,13 @@ class Unit:
                 watches = True
         if not watches:
             return args, kwargs
-        found: list[torch.Tensor] = []
+        if not kwargs and all(type(value) is torch.Tensor for value in args):  # nothing nested, as usual
+            found = [value for value in args if value.requires_grad]
+            if not found:
+                return args, kwargs
+            watched = iter(_Inputs.apply(self.runtime, use, *found))  # type: ignore[no-untyped-call]
+            return tuple([next(watched) if value.requires_grad else value for value in args]), kwargs
+        found = []
         map_tensors(lambda t: found.append(t) or t if t.requires_grad else t, (args, kwargs))  # type: ignore[func-returns-value]
         if not found:
             return args, kwargs

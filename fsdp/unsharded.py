@@ -52,15 +52,20 @@ class PrivateBuffer(Unsharded):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self._storage = tensor.untyped_storage()
+        self._nbytes = tensor.nbytes
 
     def open(self) -> None:
-        self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
+        self._storage.resize_(self._nbytes)
 
     def contribution(self, shard: torch.Tensor, again: bool) -> torch.Tensor:
-        return shard.to(self.tensor.device, self.tensor.dtype)
+        tensor = self.tensor
+        if shard.dtype == tensor.dtype and shard.device == tensor.device:
+            return shard
+        return shard.to(tensor.device, tensor.dtype)
 
     def close(self) -> None:
-        self.tensor.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
 
 class HostBuffer(Unsharded):
