@@ -158,11 +158,14 @@ MOVEMENTS = ["all_gather", "all_gather_v", "broadcast", "gather", "scatter", "al
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: f"on-{name}")
 @pytest.mark.parametrize("operations", [REDUCTIONS, MOVEMENTS], ids=["reductions", "movements"])
-def test_answers(backend: str, operations: list[str]) -> None:
+def test_answers(backend: str, operations: list[str], request: pytest.FixtureRequest) -> None:
     threads = backend == "threads"
+    examples_wanted = 150 if threads else 60
+    if not (request.config.option.full or request.config.option.exhaustive):
+        examples_wanted //= 3
 
     @settings(
-        max_examples=150 if threads else 60,
+        max_examples=examples_wanted,
         deadline=None,
         derandomize=True,
         database=None,

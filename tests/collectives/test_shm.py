@@ -275,7 +275,7 @@ def law_several_hosts(comm: Communicator, nodes: list[int]) -> list[torch.Tensor
     ("backend", "nodes"),
     [
         ("gloo", [0, 0, 1]),
-        ("gloo", [0, 1, 0, 1]),
+        pytest.param("gloo", [0, 1, 0, 1], marks=pytest.mark.full),
         pytest.param("mpi", [0, 0, 1], marks=pytest.mark.full),
         pytest.param("mpi", [0, 0, 1, 1], marks=pytest.mark.full),
         pytest.param("gloo", [1, 0, 0, 0], marks=pytest.mark.full),

@@ -23,7 +23,6 @@ from tests.fsdp.models import OddBlock, OddNet, State, filled, full_state, loss_
 from tests.ranks import run_ranks
 
 MODES = [True, "copy", "debug", False]
-STEPS = 200
 
 
 @contextlib.contextmanager
@@ -114,18 +113,19 @@ def every_mode(comm: Communicator, steps: int, stage: int, dtype: torch.dtype | 
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "dtype"),
+    ("world_size", "stage", "dtype", "steps"),
     [
-        (2, 3, None),
-        (3, 3, torch.bfloat16),
+        (2, 3, None, 40),
+        (3, 3, torch.bfloat16, 20),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [(3, 3, None), (2, 2, None), (2, 1, torch.bfloat16), (4, 3, None), (2, 3, torch.float16)]
+            pytest.param(*case, 200, marks=pytest.mark.full)
+            for case in [(2, 3, None), (3, 3, torch.bfloat16), (2, 2, None), (2, 1, torch.bfloat16), (4, 3, None)]
         ),
+        pytest.param(2, 3, torch.float16, 200, marks=pytest.mark.exhaustive),
     ],
 )
-def test_same_bits_as_private_copies(world_size: int, stage: int, dtype: torch.dtype | None) -> None:
-    for results in run_ranks(every_mode, STEPS, stage, dtype, world_size=world_size, backend="shm+gloo", timeout=150):
+def test_same_bits_as_private_copies(world_size: int, stage: int, dtype: torch.dtype | None, steps: int) -> None:
+    for results in run_ranks(every_mode, steps, stage, dtype, world_size=world_size, backend="shm+gloo", timeout=150):
         private = results[MODES.index(False)]
         for mode, (state, seen) in zip(MODES, results, strict=True):
             assert seen == private[1], mode
