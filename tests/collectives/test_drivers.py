@@ -13,7 +13,7 @@ from tests.ranks import ROOT, clean_environment, mpirun
 
 PYTEST = ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", "tests/collectives/test_under_launcher.py"]
 SOME = ("all_reduce", "messages", "groups", "failures")
-full = pytest.mark.full
+full, exhaustive = pytest.mark.full, pytest.mark.exhaustive
 
 
 def run_suite(command: list[str], environment: dict[str, str], world_size: int, backends: str, some: bool) -> None:
@@ -39,8 +39,10 @@ def run_suite(command: list[str], environment: dict[str, str], world_size: int, 
     ("world_size", "backends", "some"),
     [
         (2, "mpi", True),
-        pytest.param(4, "mpi", False, marks=full),
-        pytest.param(2, "ring+mpi,gloo", False, marks=full),
+        pytest.param(4, "mpi", True, marks=full),
+        pytest.param(2, "ring+mpi,gloo", True, marks=full),
+        pytest.param(4, "mpi", False, marks=exhaustive),
+        pytest.param(2, "ring+mpi,gloo", False, marks=exhaustive),
     ],
 )
 def test_mpirun(world_size: int, backends: str, some: bool) -> None:
@@ -51,9 +53,9 @@ def test_mpirun(world_size: int, backends: str, some: bool) -> None:
 @pytest.mark.parametrize(
     ("world_size", "backends", "some"),
     [
-        pytest.param(2, "gloo", True, marks=full),
-        pytest.param(4, "gloo", False, marks=full),
-        pytest.param(2, "ring+gloo,shm+gloo", False, marks=full),
+        pytest.param(2, "gloo", False, marks=full),
+        pytest.param(4, "gloo", False, marks=exhaustive),
+        pytest.param(2, "ring+gloo,shm+gloo", False, marks=exhaustive),
     ],
 )
 def test_torchrun(world_size: int, backends: str, some: bool) -> None:

@@ -79,13 +79,23 @@ def held_at_rest(comm: Communicator, strategy: str | int, units: Any) -> int:
     return held[3] - held[2]
 
 
-PLAIN = {(1, "ddp", "whole"), (1, 3, "units"), (4, "ddp", "whole"), (4, 1, "units"), (4, 2, "units"), (4, 3, "units")}
+PLAIN = {(1, 3, "units"), (2, "ddp", "whole"), (2, 1, "units"), (2, 3, "units")}
+FULL = {
+    (1, "ddp", "whole"),
+    (2, 2, "units"),
+    (2, 0, "units"),
+    *((4, n, "units") for n in (0, 1, 2, 3)),
+    (4, 3, "whole"),
+}
 CASES = [(n, strategy, kind) for n in (1, 2, 4) for strategy in ("ddp", 0, 1, 2, 3) for kind in ("whole", "units")]
 
 
 @pytest.mark.parametrize(
     ("world_size", "strategy", "kind"),
-    [pytest.param(*case, marks=() if case in PLAIN else pytest.mark.full) for case in CASES],
+    [
+        pytest.param(*case, marks=() if case in PLAIN else pytest.mark.full if case in FULL else pytest.mark.exhaustive)
+        for case in CASES
+    ],
 )
 def test_bytes_at_rest(world_size: int, strategy: str | int, kind: str) -> None:
     units = [WideBlock] if kind == "units" else None

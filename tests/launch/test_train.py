@@ -77,17 +77,17 @@ def reference(batch_size: int = 12) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def only_in_full(backend: str, world_size: int, strategy: str) -> bool:
-    if backend == "threads":
-        return False
-    return (backend, world_size, strategy) not in {
-        ("gloo", 2, "fsdp"), ("ring+gloo", 2, "zero2"), ("mpi", 2, "zero1"), ("ring+mpi", 2, "ddp"),
-    }  # fmt: skip
+def tier(backend: str, world_size: int, strategy: str) -> Any:
+    """Plain runs have a few of all combinations, --full each backend with each world size."""
+    plain = {("gloo", 2, "fsdp"), ("ring+gloo", 2, "zero2"), ("mpi", 2, "zero1"), ("shm+mpi", 2, "ddp")}
+    if (backend, world_size, strategy) in plain or (backend == "threads" and world_size < 4):
+        return ()
+    turn = (ranks.BACKENDS.index(backend) + world_size) % len(STRATEGIES)
+    return pytest.mark.full if STRATEGIES[turn] == strategy else pytest.mark.exhaustive
 
 
 MATRIX = [
-    pytest.param(*case, marks=pytest.mark.full if only_in_full(*case) else ())
-    for case in itertools.product(ranks.BACKENDS, (1, 2, 3, 4), STRATEGIES)
+    pytest.param(*case, marks=tier(*case)) for case in itertools.product(ranks.BACKENDS, (1, 2, 3, 4), STRATEGIES)
 ]
 
 
@@ -176,13 +176,6 @@ def execute(command: list[str], variables: dict[str, str], cwd: Path, timeout: f
     )
 
 
-def only_in_full_launch(launcher: str, n: int, backend: str, strategy: str) -> bool:
-    return (launcher, n, backend, strategy) not in {
-        ("single", 1, "gloo", "zero2"), ("launch", 2, "gloo", "fsdp"), ("mpirun", 2, "ring+mpi", "fsdp"),
-        ("torchrun", 2, "gloo", "zero1"),
-    }  # fmt: skip
-
-
 LAUNCHES = [
     ("single", 1, "gloo"),
     ("launch", 2, "gloo"),
@@ -194,10 +187,20 @@ LAUNCHES = [
     ("torchrun", 2, "gloo"),
     ("launch", 4, "gloo"),
 ]
+PLAIN = {("launch", 2, "gloo", "fsdp"), ("mpirun", 2, "ring+mpi", "fsdp"), ("torchrun", 2, "gloo", "zero1")}
+
+
+def launch_tier(number: int, start: tuple[str, int, str], strategy: str) -> Any:
+    """--full has each way to start, with one strategy or another."""
+    if (*start, strategy) in PLAIN:
+        return ()
+    return pytest.mark.full if STRATEGIES[number % len(STRATEGIES)] == strategy else pytest.mark.exhaustive
+
+
 PROGRAMS = [
-    pytest.param(*start, strategy, marks=pytest.mark.full if only_in_full_launch(*start, strategy) else ())
-    for start in LAUNCHES
-    for strategy in (STRATEGIES if start[1] <= 2 else ("fsdp",))
+    pytest.param(*start, strategy, marks=launch_tier(number, start, strategy))
+    for number, start in enumerate(LAUNCHES)
+    for strategy in STRATEGIES
 ]
 
 
