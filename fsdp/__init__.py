@@ -10,6 +10,7 @@ from fsdp.offload import CPUOffloadPolicy
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.state_dict import full_state_dict
 from fsdp.statistics import unit_statistics
+from fsdp.sync_batch_norm import convert_sync_batchnorm
 from fsdp.synced_forwards import synced_forwards
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "clip_grad_norm_",
+    "convert_sync_batchnorm",
     "estimate",
     "full_state_dict",
     "fully_shard",

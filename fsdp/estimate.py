@@ -65,7 +65,7 @@ def estimate(
     bucket_mb = BUCKET_MB if stage < 3 and units is None else None
     taken: set[int] = set()
     by_unit: list[list[_Group]] = []  # inner before outer
-    for _, module in [*inner_units(model, units), ("", model)]:
+    for module in [*(inner for _, inner, _ in inner_units(model, units)), model]:
         groups = walk_and_group(module, taken, bucket_mb)
         by_unit.append([_sizes(group, parts, strategy.shards, policy) for group in groups])
     every = [group for unit in by_unit for group in unit]

@@ -12,6 +12,7 @@ from torch import nn
 
 from collectives.errors import UnsupportedError
 from fsdp.runtime import Runtime
+from fsdp.subset import subset
 from fsdp.unit import Unit, find_unit, unit_of
 
 _NO_COPY = (
@@ -115,6 +116,13 @@ class FSDPModule(nn.Module):
         for unit in self._units(recurse):
             for group in unit.own_groups:
                 group.reduce_buffers = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce over a communicator of its own, so that gathers need not wait for reductions. Collective. For the
+        model: ``recurse`` is accepted."""
+        runtime = unit_of(self).runtime
+        comm = runtime.comm
+        runtime.reduce_over(subset(comm, comm.world_size, "reductions") if enable else comm)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters now, for its next forward. Collective. No optimizer step may come between.

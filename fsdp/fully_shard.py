@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,7 +20,8 @@ from fsdp.unsharded import HostShared
 from fsdp.wrap import Options, Resident, agree, wrap
 
 BUCKET_MB = 25.0
-Units = Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
+Units = Sequence[type[nn.Module]] | Callable[[nn.Module], bool | dict[str, Any]]
+_OWN = ("reshard_after_forward", "mp_policy", "offload_policy")  # what a unit may have for itself
 
 
 _Modules = TypeVar("_Modules", nn.Module, list[nn.Module], Sequence[nn.Module])
@@ -56,8 +58,9 @@ def fully_shard(
         comm: the ranks. Collective: all call it alike.
         stage: 0 replicates (as DistributedDataParallel does, in place); 1 and 2 gather once a step (ZeRO-1, ZeRO-2);
             3 frees parameters between uses (ZeRO-3, FSDP).
-        units: classes, or a function of a module, to wrap first. None: at stage 3 the module is one unit, at stages 0
-            to 2 buckets of 25 MiB.
+        units: classes, or a function of a module, to wrap first. The function says yes, no, or yes with a dict of this
+            unit's own reshard_after_forward, mp_policy or offload_policy. None: at stage 3 the module is one unit, at
+            stages 0 to 2 buckets of 25 MiB.
         reshard_after_forward: free after forward (stage 3); None means True, but False for the outermost unit. A
             number n that divides the world size means that afterwards every n ranks in a row hold a copy in n parts,
             from which backward gathers: more memory than True, nearer partners. Such units share no memory.
@@ -99,37 +102,59 @@ def fully_shard(
     if max_live_parameters is not None and max_live_parameters < 0:
         raise ValueError(f"max_live_parameters: expected at least 0, got {max_live_parameters}")
     policy = mp_policy or MixedPrecisionPolicy()
-    if stage == 0 and policy.param_dtype is not None:
-        raise UnsupportedError(
-            "mp_policy.param_dtype needs shards to keep the master copy: stage 1, 2 or 3, got stage 0"
-        )
     if stage == 0 and offload_policy is not None and comm.device.type != "cpu":
         raise UnsupportedError("offload_policy needs shards: stage 1, 2 or 3, got stage 0")
-    options = Options(
-        STAGES[stage],
-        policy,
-        reshard,
-        bucket_mb=BUCKET_MB if stage < 3 and units is None else None,
-        ignored=frozenset(id(p) for p in ignored_params or ()),
-        initialise=param_init_fn,
-        offload=offload_policy,
-        host_shared=host_shared if post_forward_size is None else False,
-        post_forward_size=post_forward_size,
+    options = _with(
+        Options(
+            STAGES[stage],
+            policy,
+            reshard,
+            bucket_mb=BUCKET_MB if stage < 3 and units is None else None,
+            ignored=frozenset(id(p) for p in ignored_params or ()),
+            initialise=param_init_fn,
+            offload=offload_policy,
+            host_shared=host_shared if post_forward_size is None else False,
+            post_forward_size=post_forward_size,
+        ),
+        {},
+        comm,
     )
     parts = _parts(module)
     if len(parts) > 1 and units is not None:
         raise ValueError("units: expected None with a list of modules, which is one unit")
-    targets = [[part] for part in inner_units(parts[0][1], units)] + [parts]
+    chosen = inner_units(parts[0][1], units)
+    targets = [([(path, inner)], _with(options, own, comm)) for path, inner, own in chosen] + [(parts, options)]
     agree(parts, comm, options.ignored)
     runtime = Runtime(comm)
     runtime.max_live_parameters = max_live_parameters
     resident = Resident(persistence_threshold) if persistence_threshold > 0 and stage == 3 else None
-    for target in targets:
+    for target, its_options in targets:
         modules = [part for _, part in target]
-        wrap(modules, target, runtime, options, resident, last=target is parts)
+        wrap(modules, target, runtime, its_options, resident, last=target is parts)
         for part in modules:
             adopt(part, options.strategy.shards)
     return module
+
+
+def _with(options: Options, own: dict[str, Any], comm: Communicator) -> Options:
+    """``options`` with what the function of units gave for one of them."""
+    unknown = set(own) - set(_OWN)
+    if unknown:
+        raise ValueError(f"units: expected options of {', '.join(_OWN)} for a unit, got {', '.join(sorted(unknown))}")
+    if "mp_policy" in own:
+        options = replace(options, policy=own["mp_policy"] or MixedPrecisionPolicy())
+    if "offload_policy" in own:
+        options = replace(options, offload=own["offload_policy"])
+    if "reshard_after_forward" in own:
+        reshard, size = _resharding(own["reshard_after_forward"], comm.world_size)
+        options = replace(options, reshard_after_forward=reshard, post_forward_size=size)
+        options = options if size is None else replace(options, host_shared=False)
+    if options.strategy.shards or options.policy.param_dtype is None:
+        return options
+    raise UnsupportedError(
+        "mp_policy.param_dtype needs shards to keep the master copy: expected stage 1, 2 or 3, got stage 0; stage 1 "
+        "sends as much. Or torch.autocast, or reduce_dtype alone"
+    )
 
 
 def _resharding(reshard_after_forward: bool | int | None, world_size: int) -> tuple[bool | None, int | None]:
@@ -159,17 +184,20 @@ def _parts(module: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Module
     return [(f"{type(part).__name__}." if len(modules) > 1 else "", part) for part in modules]
 
 
-def inner_units(module: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
-    """The modules inside of ``module`` that ``units`` chooses, inner before outer, with the start of their names."""
+def inner_units(module: nn.Module, units: Units | None) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+    """The modules inside of ``module`` that ``units`` chooses, inner before outer.
+
+    With the start of their names, and their own options.
+    """
     if units is None:
         return []
-    chosen: Callable[[nn.Module], bool]
+    chosen: Callable[[nn.Module], bool | dict[str, Any]]
     if isinstance(units, Sequence):
         classes = tuple(units)
         chosen = lambda m: isinstance(m, classes)  # noqa: E731
     else:
         chosen = units
-    found: list[tuple[str, nn.Module]] = []
+    found: list[tuple[str, nn.Module, dict[str, Any]]] = []
     seen: set[nn.Module] = {module}
 
     def visit(parent: nn.Module, prefix: str) -> None:
@@ -177,8 +205,9 @@ def inner_units(module: nn.Module, units: Units | None) -> list[tuple[str, nn.Mo
             if child not in seen and find_unit(child) is None:
                 seen.add(child)
                 visit(child, f"{prefix}{name}.")
-                if chosen(child):
-                    found.append((f"{prefix}{name}.", child))
+                choice = chosen(child)
+                if choice or isinstance(choice, dict):
+                    found.append((f"{prefix}{name}.", child, choice if isinstance(choice, dict) else {}))
 
     visit(module, "")
     if not found:

@@ -20,6 +20,7 @@ from fsdp.param_group import ParamGroup, Storage
 from fsdp.post_forward import PostForwardShard
 from fsdp.reducer import Reducer
 from fsdp.strategy import Trigger
+from fsdp.subset import subset
 from fsdp.sync import broadcast_tensors
 from fsdp.together import Together
 from fsdp.use import Progress, Use
@@ -68,7 +69,6 @@ class Runtime:
         self._ahead: dict[Unit, None] = {}  # units that are gathered before their turn
         self.max_live_parameters: int | None = None  # gathered at once by guesses, in elements
         self._together: list[Together] = []
-        self._splits: dict[int, Communicator] = {}  # by size; see post_forward.py
         self._unsplit: list[PostForwardShard] = []
         self._begun: list[Use] = []
 
@@ -97,6 +97,11 @@ class Runtime:
         self.buffer_owners = [owner for unit in self.units for owner in unit.buffer_owners]
         self._together = list(dict.fromkeys(unit.together for unit in self.units if unit.together is not None))
         self._unsplit = [g.post_forward for g in self.groups if g.post_forward is not None]
+
+    def reduce_over(self, comm: Communicator) -> None:
+        """Use ``comm``, which has the same ranks, for reductions from now on."""
+        for group in self.groups:
+            group.gradients.comm = comm
 
     @property
     def next_epoch(self) -> int:
@@ -131,12 +136,9 @@ class Runtime:
             self._broadcast_buffers()
 
     def _split(self) -> None:
-        """Make the smaller communicators, one for each size: late, so that the units of a model share them."""
+        """Have the smaller communicators of units that lie on fewer ranks between forward and backward."""
         for shard in self._unsplit:
-            if shard.comm is None:
-                if shard.size not in self._splits:
-                    self._splits[shard.size] = self.comm.split(self.comm.rank // shard.size)  # type: ignore[assignment]
-                shard.comm = self._splits[shard.size]
+            shard.comm = subset(self.comm, shard.size, "parameters")
         self._unsplit = []
 
     def _start_forward(self) -> None:

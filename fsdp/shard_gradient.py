@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ _NORMS = frozenset(
         torch.nuclear_norm, torch._foreach_norm,
     )
 )  # fmt: skip
+# Modules of optimizers that compute with whole matrices, or with all parameters as one vector.
+_WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    ("torch.optim._muon", "torch.optim._adafactor", "torch.optim.lbfgs", "transformers.optimization")
+)
 _FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -23,7 +28,8 @@ class ShardGradient(torch.Tensor):
     """This rank's elements of a gradient, in the shape of the shard.
 
     A norm of it would be a local one, different on every rank; so norms raise ``UnsupportedError`` and name what to
-    use. The finite check of ``torch.amp.GradScaler`` is agreed between ranks, so that all skip the same steps.
+    use, and so do optimizers of torch that need whole tensors. The finite check of ``torch.amp.GradScaler`` is agreed
+    between ranks, so that all skip the same steps.
     """
 
     comm: Communicator
@@ -43,6 +49,12 @@ class ShardGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller in _WHOLE_TENSOR_OPTIMIZERS:
+            raise UnsupportedError(
+                f"an optimizer of {caller} needs whole tensors and has this rank's parts; expected one that treats "
+                "elements alike, such as AdamW or SGD, or stage 0, where parameters are whole"
+            )
         if func in _NORMS:
             raise UnsupportedError(
                 f"{getattr(func, '__name__', func)} of a sharded gradient would be the norm of this rank's part only; "
