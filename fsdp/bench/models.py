@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -25,14 +27,33 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
-class GPT(nn.Module):
-    """Token ids in, the loss of predicting each one's successor out. The head is the embedding."""
+@dataclass(frozen=True)
+class Shape:
+    """A GPT, and the batch of ``rows`` times ``length`` words that a rank sees in a step."""
 
-    def __init__(self, words: int, width: int, blocks: int, heads: int, length: int) -> None:
+    words: int
+    width: int
+    blocks: int
+    heads: int
+    rows: int
+    length: int
+
+
+SHAPES = {
+    "29M": Shape(words=8192, width=512, blocks=8, heads=8, rows=4, length=128),
+    "91M": Shape(words=8192, width=768, blocks=12, heads=12, rows=2, length=256),
+    "tiny": Shape(words=64, width=32, blocks=2, heads=2, rows=2, length=16),
+}
+
+
+class GPT(nn.Module):
+    """Word ids (rows, length) in, the loss of predicting each one's successor out. The head is the embedding."""
+
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
+        self.words, self.places = nn.Embedding(shape.words, shape.width), nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.blocks))
+        self.norm = nn.LayerNorm(shape.width)
         for table in (self.words, self.places):
             nn.init.normal_(table.weight, std=0.02)
 

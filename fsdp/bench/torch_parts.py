@@ -1,14 +1,18 @@
-"""torch's own data parallelism, to compare with: the one place of this package that uses ``torch.distributed``."""
+"""torch's own data parallelism, to compare with: the one file of this package that uses ``torch.distributed``."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 
 @contextlib.contextmanager
@@ -21,8 +25,23 @@ def process_group(rank: int, world_size: int, path: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def ddp(model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
+    """DDP over the default group, with gradients as views of its buckets."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def fsdp1(model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
+    """FSDP1 over the default group, with the users' own parameters and modules of the units' classes wrapped."""
+    policy = ModuleWrapPolicy({type(unit) for unit in units})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of being old
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+
+
 def fsdp2(model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
-    """FSDP2 over all ranks of the default group; ``units`` first, then the model."""
+    """FSDP2 over the default group; ``units`` first, then the model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh)

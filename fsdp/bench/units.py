@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 import torch
@@ -21,9 +21,10 @@ PLAIN, OURS, FSDP2 = "plain model", "ours, stage 3", "torch FSDP2"
 
 
 def microseconds(units: int, steps: int, warm_up: int = 3) -> dict[str, float]:
-    """Median microseconds that a unit costs in a step, by contender. They take turns.
+    """Median microseconds of CPU time that a unit costs in a step, by contender. They take turns.
 
-    A step is forward, backward and the dropping of gradients.
+    A step is forward, backward and the dropping of gradients. What the calling thread spends is counted, and neither
+    its waiting nor the work of other threads (gloo has some).
 
     Raises ``ArithmeticError`` where contenders computed different losses.
     """
@@ -57,9 +58,3 @@ def _alternate(models: Mapping[str, nn.Module], x: torch.Tensor, steps: int, war
         if len(set(losses)) > 1:
             raise ArithmeticError(f"expected the same loss of {', '.join(models)}; found {losses}")
     return seconds
-
-
-def report(found: Mapping[str, float], say: Callable[[str], None]) -> None:
-    """Print the table, and what the hooks cost beside the plain model and FSDP2's."""
-    for name, value in found.items():
-        say(f"{name:<16}{value:8.1f} us per unit and step{value / found[FSDP2]:8.2f} of {FSDP2}")
