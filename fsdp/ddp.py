@@ -16,6 +16,15 @@ from fsdp.strategy import STAGES
 from fsdp.unit import unit_of
 from fsdp.wrap import Options, agree, wrap
 
+_REFUSED = {  # options of torch's class, and what to do instead
+    "process_group": "pass a Communicator as comm, such as collectives.from_process_group(group)",
+    "device_mesh": "pass a Communicator as comm",
+    "init_sync": "leave it out: state always starts as rank 0's",
+    "mixed_precision": "torch.autocast, or fully_shard(model, comm, stage=1, mp_policy=...), which sends as much",
+    "delay_all_reduce_named_params": "leave it out: parameters are reduced in buckets, in one order",
+    "param_to_hook_all_reduce": "leave it out: parameters are reduced in buckets, in one order",
+    "skip_all_reduce_unused_params": "leave it out: unused parameters cost no reduction of their own",
+}
 _NO_COPY = "DistributedDataParallel holds a communicator and cannot be copied or pickled; copy its .module instead"
 
 
@@ -36,6 +45,11 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: accepted; unused parameters are always found.
         gradient_as_bucket_view: gradients are views of the buckets; otherwise copies, and twice the memory.
         static_graph: every backward uses what the first one used; ranks no longer tell each other.
+        broadcast_buffers: buffers are rank 0's again at every training forward.
+        device_ids, output_device, dim, check_reduction: accepted; the module is on ``comm.device``.
+
+    Raises:
+        UnsupportedError: another option of torch's class, saying what to do instead.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020).
     """
@@ -49,14 +63,25 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        broadcast_buffers: bool = True,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        check_reduction: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__()
         if not isinstance(comm, Communicator):
             raise TypeError(f"comm: expected a collectives.Communicator, got {type(comm)}")
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb}")
+        for name in others:
+            if name not in _REFUSED:
+                raise TypeError(f"DistributedDataParallel got an option that it does not know: {name}")
+            raise UnsupportedError(f"DistributedDataParallel(..., {name}=...) is not supported; {_REFUSED[name]}")
         self.module = module
         runtime = Runtime(comm, static_graph=static_graph)
+        runtime.broadcasts_buffers = broadcast_buffers
         options = Options(STAGES[0], bucket_mb=float(bucket_cap_mb), grad_views=gradient_as_bucket_view)
         parts = [("", module)]
         agree(parts, comm, options.ignored)

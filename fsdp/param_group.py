@@ -257,7 +257,7 @@ class ParamGroup:
         """``held`` was put in place of a parameter, or its data was. A shard of the right size is copied back."""
         managed = self.managed[i]
         local = self.locals[i] if self.strategy.shards else None
-        if local is None or held is None or held.numel() != local.numel() or held.dtype != local.dtype:
+        if local is None or held is None or held.shape != local.shape or held.dtype != local.dtype:
             expected = managed.parameter if local is None else local
             found = "nothing" if held is None else f"another tensor of {tuple(held.shape)}, {held.dtype}"
             raise ValueError(
@@ -266,7 +266,7 @@ class ParamGroup:
                 "under torch.no_grad(), or change the module before wrapping it"
             )
         with torch.no_grad():
-            local.copy_(held.view(local.shape))
+            local.copy_(held)
         managed.parameter.data = local.data
 
     def unshard(self, epoch: int | None = None) -> None:

@@ -67,6 +67,7 @@ class Runtime:
         self._forward_order: list[Unit] = []
         self._next_of: dict[Unit, Unit] = {}
         self._ahead: dict[Unit, None] = {}  # units that are gathered before their turn
+        self.broadcasts_buffers = True  # at training forwards
         self.max_live_parameters: int | None = None  # gathered at once by guesses, in elements
         self._together: list[Together] = []
         self._unsplit: list[PostForwardShard] = []
@@ -132,7 +133,8 @@ class Runtime:
             self.on_root_forward()
         self.phase = Phase.FORWARD
         self._start_forward()
-        if unit.module.training and torch.is_grad_enabled() and self.reducer.requires_sync:
+        syncs = self.broadcasts_buffers and self.reducer.requires_sync
+        if syncs and unit.module.training and torch.is_grad_enabled():
             self._broadcast_buffers()
 
     def _split(self) -> None:

@@ -310,7 +310,7 @@ def setters(comm: Communicator) -> None:
     model.reset_iter_state()
 
 
-def test_reshard_setters_and_unshard() -> None:
+def test_reshard_after_forward_and_backward_setters_and_unshard() -> None:
     run(setters)
 
 
@@ -344,7 +344,7 @@ def not_in_backward(comm: Communicator) -> tuple[int, float]:
     return calls, difference(train(comm, model, 3, adamw)[0], reference(filled(Net()), 2, 3, adamw)[0])
 
 
-def test_set_unshard_in_backward() -> None:
+def test_skip_all_gather_in_backward_set_unshard_in_backward() -> None:
     for calls, worst in run(not_in_backward):
         assert calls == 4
         assert worst < 1e-10

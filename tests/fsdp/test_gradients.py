@@ -111,7 +111,7 @@ def momentum_steps(comm: Communicator | None, strategy: str | int, uses: list[st
     return seen
 
 
-def test_d3_a_globally_unused_parameter_does_not_move(strategy: str | int) -> None:
+def test_d3_unused_params_that_nobody_used_do_not_move(strategy: str | int) -> None:
     expected = momentum_steps(None, strategy, ["ab", "a", "ab"])
     assert expected[1]["b.w"] is None
     for seen in run(momentum_steps, strategy, ["ab", "a", "ab"]):
@@ -128,7 +128,7 @@ def used_on_rank_0(comm: Communicator, strategy: str | int) -> Grads:
     return gradients(comm, model)
 
 
-def test_d3_a_parameter_used_on_one_rank_is_averaged(strategy: str | int) -> None:
+def test_d3_unused_params_that_one_rank_used_are_averaged(strategy: str | int) -> None:
     for grads in run(used_on_rank_0, strategy):
         assert values(grads) == {"a.w": None, "b.w": 2.0, "free": (3.0 * 4 + 4) / 2}
 
@@ -160,7 +160,9 @@ def reused(comm: Communicator, strategy: str | int, reentrant: bool | None, unit
 
 @pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
-def test_d9_a_module_used_twice_under_checkpointing(strategy: str | int, reentrant: bool | None, units: bool) -> None:
+def test_d9_activation_checkpoint_of_a_module_used_twice(
+    strategy: str | int, reentrant: bool | None, units: bool
+) -> None:
     model = filled(Reused(None))
     for rank in range(2):
         (model(rows(rank)).pow(2).sum() / 2).backward()
@@ -183,7 +185,7 @@ def forwards_first(comm: Communicator, strategy: str | int, order: str) -> Grads
 
 
 @pytest.mark.parametrize("order", ["ab", "ba", "sum"])
-def test_f5_two_forwards_before_backward(strategy: str | int, order: str) -> None:
+def test_f5_repeated_forward_before_backward(strategy: str | int, order: str) -> None:
     for grads in run(forwards_first, strategy, order):
         assert values(grads) == {"w": 5.0}
 
@@ -215,7 +217,9 @@ def accumulated(comm: Communicator, strategy: str | int, pattern: str, units: bo
 
 @pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
 @pytest.mark.parametrize("pattern", ["plain", "no_sync", "mixed"])
-def test_accumulation_gives_the_same_gradients(strategy: str | int, pattern: str, units: bool) -> None:
+def test_accumulate_with_and_without_sync_gives_the_same_gradients(
+    strategy: str | int, pattern: str, units: bool
+) -> None:
     model = filled(OddNet(2))
     for step in range(4, 8):
         for rank in range(3):

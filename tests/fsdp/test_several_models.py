@@ -42,7 +42,7 @@ def steps_in_backward(comm: Communicator, strategy: str | int) -> float:
 
 
 @every_strategy
-def test_step_in_backward(strategy: str | int) -> None:
+def test_step_in_backward_and_step_overlap(strategy: str | int) -> None:
     assert max(run(steps_in_backward, strategy, n=3)) < 1e-10
 
 

@@ -74,7 +74,7 @@ def test_float32_adamw_losses_equal_one_process(backend: str, world_size: int) -
 
 @grid(backends=["threads"], full=lambda backend, world_size: world_size not in (1, 3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_strategies_give_the_same_bits(backend: str, world_size: int, dtype: torch.dtype) -> None:
+def test_stages_give_the_same_bits(backend: str, world_size: int, dtype: torch.dtype) -> None:
     results = collectives.run(
         every_strategy, dtype, adamw, n=world_size, backend=backend, algorithm="direct", timeout=50.0
     )
@@ -88,7 +88,7 @@ def test_strategies_give_the_same_bits(backend: str, world_size: int, dtype: tor
 
 
 @grid(world_sizes=(2, 3), threads=(4,), full=lambda backend, world_size: backend != "threads" or world_size == 4)
-def test_clipping_equals_one_process(backend: str, world_size: int) -> None:
+def test_clip_global_norm_equals_one_process(backend: str, world_size: int) -> None:
     expected, _ = reference(filled(OddNet()), world_size, STEPS, sgd, max_norm=0.05)
     results = run_ranks(every_strategy, torch.float64, sgd, 0.05, world_size=world_size, backend=backend)
     for name, (state, _) in results[0].items():
@@ -105,7 +105,7 @@ def lowered(comm: Communicator, stage: int, policy: MixedPrecisionPolicy) -> tup
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_mixed_precision_computes_low_and_keeps_float32(stage: int) -> None:
+def test_param_dtype_computes_low_and_keeps_float32(stage: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     _, losses = reference(filled(OddNet(), dtype=torch.float32), 2, STEPS, adamw)
     results = collectives.run(lowered, stage, policy, n=2, timeout=30.0)
