@@ -143,6 +143,7 @@ def all_gather(team: Team, call: Call, output: torch.Tensor, input: torch.Tensor
     slots = team.slots(length, input.dtype)
     blocks = torch.split(input, length)
     place = team.place(input) if longest * input.dtype.itemsize > SMALL_BYTES else None
+    own, apart = torch.split(parts[me], length), input.numel() > 0 and parts[me].data_ptr() != input.data_ptr()
     sources: list[torch.Tensor | None] = []
     for k in range(-(-longest // length)):
         if place is None:
@@ -151,8 +152,8 @@ def all_gather(team: Team, call: Call, output: torch.Tensor, input: torch.Tensor
             team.signals.publish()
         else:
             team.announce(call, place)
-            if input.numel() and parts[me].data_ptr() != input.data_ptr():
-                parts[me].copy_(input)
+        if k < len(own) and apart:
+            own[k].copy_(blocks[k])  # while it is in the cache, and others are on their way
         yield None
         if k == 0:
             team.verify(call)
@@ -166,6 +167,8 @@ def all_gather(team: Team, call: Call, output: torch.Tensor, input: torch.Tensor
             elif k == 0:
                 part.copy_(source)
         if k == 0 and all(source is not None for source in sources):
+            for block, source in zip(own[1:], blocks[1:], strict=True) if apart else ():
+                block.copy_(source)
             break
     if any(source is not None for source in sources):
         team.signals.publish()

@@ -26,10 +26,11 @@ _LIFE = 2 * _LINE
 STEP, SIGNATURE, PLACE, OWNER, DETAILS = range(5)  # words of a line
 _KILLED, _LEFT = 1, 2
 
-_SPIN_SECONDS = 50e-6
-_YIELD_SECONDS = 500e-6
-_FIRST_NAP, _LONGEST_NAP = 50e-6, 1e-3
-_BETWEEN_LOOKS = 0.02  # seconds between looks at whether the peers' processes live
+# How long a rank waits in which way, in seconds: eagerly; then giving its core away between looks, as a peer needs it
+# where there are more ranks than cores; then in naps, so short that a peer's coming is noticed in good time.
+_SPIN, _YIELD, _YIELD_CROWDED = 100e-6, 2e-3, 300e-6
+_NAP, _NAP_LATER, _LATER = 50e-6, 1e-3, 50e-3
+_BETWEEN_LOOKS = 0.02  # at whether the peers' processes live
 
 
 def clear(words: memoryview, block: int) -> None:
@@ -108,7 +109,7 @@ class Signals:
     def wait(self, ready: Callable[[], bool], deadline: float) -> None:
         """Return when ``ready()``. Raises ``CommTimeoutError``, ``PeerLostError`` or, once killed, ``CommError``."""
         if not self._crowded:
-            spin_until = time.perf_counter() + _SPIN_SECONDS
+            spin_until = time.perf_counter() + _SPIN
             while True:
                 for _ in range(20):
                     if ready():
@@ -116,38 +117,39 @@ class Signals:
                 if time.perf_counter() > spin_until:
                     break
         start = time.monotonic()
-        while time.monotonic() < start + _YIELD_SECONDS:
+        yield_until = start + (_YIELD_CROWDED if self._crowded else _YIELD)
+        while time.monotonic() < yield_until:
             if ready():
                 return
             os.sched_yield()
-        nap, look = _FIRST_NAP, start
+        look = start
         while not ready():
             now = time.monotonic()
-            self.check(processes=now >= look)
+            self.check(processes=now >= look, steps=ready == self.arrived)
             if now >= look:
                 look = now + _BETWEEN_LOOKS
             if now >= deadline:
                 raise CommTimeoutError(self._missing())
-            time.sleep(min(nap, max(0.0, deadline - now)))
-            nap = min(2 * nap, _LONGEST_NAP)
+            time.sleep(min(_NAP if now < start + _LATER else _NAP_LATER, max(0.0, deadline - now)))
 
-    def check(self, processes: bool = False) -> None:
-        """Raise if nobody will ever come: killed here, or a peer that has not published ended.
+    def check(self, processes: bool = False, steps: bool = True) -> None:
+        """Raise if nobody will ever come: killed here, or a peer that is waited for ended.
 
-        ``processes``: also ask the operating system whether the peers' processes live.
+        ``processes``: also ask the operating system whether the peers' processes live. ``steps``: a peer that has
+        published this rank's step is not waited for.
         """
         if self.killed:
             raise CommError("shared memory: the transport was stopped")
         for rank, words, life in self._lives:
             state = words[life]
-            if state and not self._has_come(rank):
-                if state == _LEFT:
-                    raise PeerLostError(f"rank {rank} has left: it closed its communicator", rank)
+            if state == _LEFT and steps and not self._has_come(rank):
+                raise PeerLostError(f"rank {rank} has left: it closed its communicator", rank)
+            if state == _KILLED and not (steps and self._has_come(rank)):
                 raise CommError(f"rank {rank} has stopped the communicator")
         if processes:
             for fd, _ in self._processes.poll(0):
                 rank = self._rank_of[fd]
-                if not self._has_come(rank):
+                if not (steps and self._has_come(rank)):
                     raise PeerLostError(f"rank {rank} is lost: its process ended", rank)
 
     def _has_come(self, rank: int) -> bool:

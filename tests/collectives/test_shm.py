@@ -277,9 +277,9 @@ def law_several_hosts(comm: Communicator, nodes: list[int]) -> list[torch.Tensor
         ("gloo", [0, 0, 1]),
         pytest.param("gloo", [0, 1, 0, 1], marks=pytest.mark.full),
         pytest.param("mpi", [0, 0, 1], marks=pytest.mark.full),
-        pytest.param("mpi", [0, 0, 1, 1], marks=pytest.mark.full),
-        pytest.param("gloo", [1, 0, 0, 0], marks=pytest.mark.full),
-        pytest.param("gloo", [0, 1, 2, 2], marks=pytest.mark.full),
+        pytest.param("mpi", [0, 0, 1, 1], marks=pytest.mark.exhaustive),
+        pytest.param("gloo", [1, 0, 0, 0], marks=pytest.mark.exhaustive),
+        pytest.param("gloo", [0, 1, 2, 2], marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,12 +94,10 @@ def test_two_hundred_communicators_leave_nothing() -> None:
 )
 def test_a_killed_rank_is_named_and_leaves_nothing(how: str, world_size: int, tmp_path: Path) -> None:
     *survivors, victim = run("killed", how, world_size=world_size, SEEN=str(tmp_path))
-    ended = time.time()
     assert victim[0] == -9
     assert_fine(survivors, f"rank {world_size - 1}")
     seen = [float((tmp_path / str(rank)).read_text()) for rank in range(world_size - 1)]
-    assert max(seen) <= ended
-    assert max(seen) - min(seen) < 2.0
+    assert max(seen) - float((tmp_path / "killed").read_text()) < 2.0
     assert not [name for name in os.listdir("/dev/shm") if "collectives" in name]
 
 
