@@ -11,6 +11,7 @@ from torch import nn
 from collectives import Communicator
 from collectives.errors import UnsupportedError
 from fsdp.fsdp_module import no_sync
+from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
 from fsdp.strategy import STAGES
 from fsdp.unit import unit_of
@@ -20,7 +21,7 @@ _REFUSED = {  # options of torch's class, and what to do instead
     "process_group": "pass a Communicator as comm, such as collectives.from_process_group(group)",
     "device_mesh": "pass a Communicator as comm",
     "init_sync": "leave it out: state always starts as rank 0's",
-    "mixed_precision": "torch.autocast, or fully_shard(model, comm, stage=1, mp_policy=...), which sends as much",
+    "mixed_precision": "pass mp_policy=fsdp.MixedPrecisionPolicy(...)",
     "delay_all_reduce_named_params": "leave it out: parameters are reduced in buckets, in one order",
     "param_to_hook_all_reduce": "leave it out: parameters are reduced in buckets, in one order",
     "skip_all_reduce_unused_params": "leave it out: unused parameters cost no reduction of their own",
@@ -46,6 +47,7 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view: gradients are views of the buckets; otherwise copies, and twice the memory.
         static_graph: every backward uses what the first one used; ranks no longer tell each other.
         broadcast_buffers: buffers are rank 0's again at every training forward.
+        mp_policy: dtypes of computation and reduction; parameters stay as they are.
         device_ids, output_device, dim, check_reduction: accepted; the module is on ``comm.device``.
 
     Raises:
@@ -64,6 +66,7 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
         device_ids: Any = None,
         output_device: Any = None,
         dim: int = 0,
@@ -82,7 +85,12 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         runtime = Runtime(comm, static_graph=static_graph)
         runtime.broadcasts_buffers = broadcast_buffers
-        options = Options(STAGES[0], bucket_mb=float(bucket_cap_mb), grad_views=gradient_as_bucket_view)
+        options = Options(
+            STAGES[0],
+            mp_policy or MixedPrecisionPolicy(),
+            bucket_mb=float(bucket_cap_mb),
+            grad_views=gradient_as_bucket_view,
+        )
         parts = [("", module)]
         agree(parts, comm, options.ignored)
         for group in wrap([self], parts, runtime, options).groups:

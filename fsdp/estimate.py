@@ -90,10 +90,10 @@ def _sizes(parameters: Sequence[nn.Parameter], parts: int, shards: bool, policy:
     exact = sum(p.numel() for p in parameters)
     item, compute, reduce = dtype.itemsize, policy.param(dtype).itemsize, policy.reduce(dtype).itemsize
     return _Group(
-        full=whole.numel * compute if shards else 0,
+        full=whole.numel * compute if shards else exact * compute * (policy.param(dtype) != dtype),
         shard=whole.numel // parts * item if shards else exact * item,
         state=kept * item,
-        grads=trained * compute,
+        grads=trained * (compute if shards else item),
         kept_grads=kept * item,
         buffer=trained * reduce,
     )

@@ -149,12 +149,7 @@ def _with(options: Options, own: dict[str, Any], comm: Communicator) -> Options:
         reshard, size = _resharding(own["reshard_after_forward"], comm.world_size)
         options = replace(options, reshard_after_forward=reshard, post_forward_size=size)
         options = options if size is None else replace(options, host_shared=False)
-    if options.strategy.shards or options.policy.param_dtype is None:
-        return options
-    raise UnsupportedError(
-        "mp_policy.param_dtype needs shards to keep the master copy: expected stage 1, 2 or 3, got stage 0; stage 1 "
-        "sends as much. Or torch.autocast, or reduce_dtype alone"
-    )
+    return options
 
 
 def _resharding(reshard_after_forward: bool | int | None, world_size: int) -> tuple[bool | None, int | None]:

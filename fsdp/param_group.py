@@ -39,7 +39,7 @@ from fsdp.gradient_hooks import put_off
 from fsdp.gradients import Gradients
 from fsdp.offload import CPUOffloadPolicy
 from fsdp.post_forward import PostForwardShard
-from fsdp.precision import MixedPrecisionPolicy
+from fsdp.precision import Copies, MixedPrecisionPolicy
 from fsdp.strategy import Strategy, Trigger
 from fsdp.unit_statistics import UnitStatistics
 from fsdp.unsharded import HostShared, unsharded
@@ -134,8 +134,11 @@ class ParamGroup:
         self.shard = values  # replicated: never read
         self.full = values
         self.leaves: list[nn.Parameter] = [m.parameter for m in self.managed]
+        self._copies: Copies | None = None
         if strategy.shards:
             self._cut(values, policy.param(self.dtype), host_shared)
+        elif policy.param(self.dtype) != self.dtype:
+            self._copies = Copies(self.leaves, policy.param(self.dtype))
         self.gradients = Gradients(
             [m.parameter for m in self.managed],
             self.leaves,
@@ -235,6 +238,8 @@ class ParamGroup:
                 f"parameter {self.managed[0].name!r} of this DistributedDataParallel was wrapped once more, and "
                 "belongs to the later wrapper; expected a forward of that one"
             )
+        if self._copies is not None:
+            self._copies.drop()
         for parameters, name, parameter, leaf, i in self._places:
             held = parameters.get(name)
             if held is not parameter and held is not leaf:
@@ -317,6 +322,8 @@ class ParamGroup:
 
     def reshard(self, after_forward: bool = False) -> None:
         """Free the gathered parameters. ``after_forward``: backward may come and want them again."""
+        if self._copies is not None:
+            self._copies.drop()
         if self.post_forward is not None:
             if after_forward and self.storage is not Storage.FREED:
                 self.wait_for_unshard()
@@ -345,21 +352,31 @@ class ParamGroup:
     def enter(self) -> None:
         """A unit starts to compute: its modules hold the full leaves."""
         self.users += 1
-        if self.users == 1 and self.strategy.shards:
-            self._hold(True)
+        if self.users == 1:
+            if self.strategy.shards:
+                self._hold(True)
+            elif self._copies is not None:
+                copies = self._copies.make()
+                for parameters, name, _, _, i in self._places:
+                    parameters[name] = copies[i]  # type: ignore[assignment]
 
     def leave(self) -> bool:
         """A unit has computed. Whether it was the last: then the modules hold the user's parameters again."""
         self.users -= 1
-        if self.users == 0 and self.strategy.shards:
+        if self.users == 0 and self._switches:
             self._hold(False)
         return self.users == 0
+
+    @property
+    def _switches(self) -> bool:
+        """Whether modules hold something else than the user's parameters while they compute."""
+        return self.strategy.shards or self._copies is not None
 
     def reset(self) -> None:
         """Nothing computes: the modules hold the user's parameters, and the gathered ones are freed."""
         if self.users:
             self.users = 0
-            if self.strategy.shards:
+            if self._switches:
                 self._hold(False)
         self._uses.clear()
         self.reshard()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,3 +52,26 @@ class MixedPrecisionPolicy:
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(self.buffer_dtype)
+
+
+class Copies:
+    """Replicated parameters in the dtype of computation, from a forward to the end of its backward.
+
+    The casts are differentiable, so autograd brings the gradients to the parameters themselves, in their own dtype.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self._parameters = parameters
+        self._dtype = dtype
+        self._tensors: list[torch.Tensor] = []
+
+    def make(self) -> list[torch.Tensor]:
+        """The casts; the same ones until ``drop``. A part of the model may run without gradients first."""
+        if not self._tensors:
+            with torch.enable_grad():
+                self._tensors = [parameter.to(self._dtype) for parameter in self._parameters]
+        return self._tensors
+
+    def drop(self) -> None:
+        """The parameters may change now."""
+        self._tensors = []

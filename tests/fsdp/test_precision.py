@@ -8,11 +8,25 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import collectives
 from collectives import Communicator
-from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, summon_full_params
-from tests.fsdp.models import OddBlock, OddNet, adamw, difference, filled, full_state, loss_of, reference, train, words
+from fsdp import CPUOffloadPolicy, DistributedDataParallel, MixedPrecisionPolicy, fully_shard, summon_full_params
+from fsdp.unit import unit_of
+from tests.fsdp.models import (
+    OddBlock,
+    OddNet,
+    adamw,
+    difference,
+    filled,
+    full_state,
+    loss_of,
+    reference,
+    same_bits,
+    train,
+    words,
+)  # fmt: skip
 from tests.ranks import grid, run_ranks
 
 stages = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
@@ -38,16 +52,20 @@ class Block(nn.Module):
         return {"y": self.weight * x + mask, "index": index}
 
 
-def cast(comm: Communicator, stage: int, policy: MixedPrecisionPolicy) -> dict[str, str]:
-    model = fully_shard(Block(), comm, stage=stage, mp_policy=policy)
+def cast(comm: Communicator, stage: int | str, policy: MixedPrecisionPolicy) -> dict[str, str]:
+    if stage == "ddp":
+        model: Any = DistributedDataParallel(Block(), comm, mp_policy=policy)
+        block = model.module
+    else:
+        model = block = fully_shard(Block(), comm, stage=int(stage), mp_policy=policy)
     out = model(torch.ones(4, requires_grad=True), torch.arange(4), mask=torch.zeros(4))
     out["y"].float().sum().backward()
-    seen = {**model.seen, "y": str(out["y"].dtype).removeprefix("torch."), "out": str(out["index"].dtype)}
+    seen = {**block.seen, "y": str(out["y"].dtype).removeprefix("torch."), "out": str(out["index"].dtype)}
     assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in model.parameters())
     return seen
 
 
-@stages
+@pytest.mark.parametrize("stage", ["ddp", 0, 1, pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -62,13 +80,56 @@ def cast(comm: Communicator, stage: int, policy: MixedPrecisionPolicy) -> dict[s
     ],
     ids=["nothing", "param", "no inputs", "output", "param and output", "buffer"],
 )  # fmt: skip
-def test_param_reduce_dtype_casts_what_it_says(stage: int, policy: MixedPrecisionPolicy, expected: Any) -> None:
+def test_param_reduce_dtype_casts_what_it_says(stage: int | str, policy: MixedPrecisionPolicy, expected: Any) -> None:
     usual = {
         "x": "float32", "index": "int64", "mask": "float32", "weight": "float32", "mean": "float32", "count": "int64",
         "rotary": "float32", "y": "float32", "out": "torch.int64",
     }  # fmt: skip
     for seen in run(cast, stage, policy):
         assert seen == {**usual, **expected}
+
+
+class Recomputed(OddNet):
+    """Blocks run under checkpointing, and the first one also without gradients before that."""
+
+    reentrant: bool | None = None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(batch, self.embedding)
+        with torch.no_grad():
+            self.blocks[0](x)
+        for block in self.blocks:
+            plain = self.reentrant is None or not torch.is_grad_enabled()
+            x = block(x) if plain else checkpoint(block, x, use_reentrant=self.reentrant)
+        return F.linear(x, self.head)
+
+
+def lowered(comm: Communicator, stage: int | str, units: bool, reentrant: bool | None) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    inner = filled(Recomputed(2), comm.rank, torch.float32)
+    inner.reentrant = reentrant
+    held = dict(inner.named_parameters())
+    if stage == "ddp":
+        model: Any = DistributedDataParallel(inner, comm, mp_policy=policy)
+    else:
+        model = fully_shard(inner, comm, stage=int(stage), units=[OddBlock] if units else None, mp_policy=policy)
+    state, losses = train(comm, model, 3, adamw)
+    with torch.no_grad():
+        model(words(comm.rank, 0))
+    assert all(held[name] is p for name, p in inner.named_parameters())
+    assert all(not group._copies._tensors for group in unit_of(model).runtime.groups if group._copies is not None)
+    return {name.removeprefix("module."): value for name, value in state.items()}, losses
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
+def test_param_dtype_gives_the_same_bits_at_every_stage(units: bool, reentrant: bool | None) -> None:
+    expected, losses = run(lowered, 1, units, None)[0]
+    for stage in ("ddp", 0, 1, 3):
+        state, found = run(lowered, stage, units, reentrant)[0]
+        assert found == losses, stage
+        assert all(value.dtype == torch.float32 for value in state.values())
+        assert same_bits(state, expected), stage
 
 
 class Scale(nn.Module):

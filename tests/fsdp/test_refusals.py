@@ -15,7 +15,7 @@ from torch import nn
 import collectives
 from collectives import Communicator
 from collectives.errors import CommError, UnsupportedError
-from fsdp import DistributedDataParallel, MixedPrecisionPolicy, fully_shard, summon_full_params
+from fsdp import DistributedDataParallel, fully_shard, summon_full_params
 from tests.fsdp.models import OddBlock
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -74,11 +74,9 @@ def on_meta(comm: Communicator) -> None:
     sharded(comm, model)
 
 
-low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 REFUSALS: dict[str, list[Refusal]] = {
     "`replicate_comm`": [lambda c: sharded(c, replicate_comm=c)],
     "`owner`": [lambda c: sharded(c, owner="balanced")],
-    "`param_dtype` at stage 0": [lambda c: sharded(c, stage=0, mp_policy=low)],
     "`create_graph=True` at stages 1 to 3": [differentiated_twice],
     "`model.state_dict()` of shards": [lambda c: sharded(c).state_dict()],
     "`torch.nn.utils.clip_grad_norm_`, norms of shards": [
@@ -116,7 +114,6 @@ REFUSALS: dict[str, list[Refusal]] = {
 NAMES = {  # words of the message
     "`replicate_comm`": "replicate_comm",
     "`owner`": "owner",
-    "`param_dtype` at stage 0": "param_dtype",
     "`create_graph=True` at stages 1 to 3": "create_graph",
     "`model.state_dict()` of shards": "full_state_dict",
     "`torch.nn.utils.clip_grad_norm_`, norms of shards": "clip_grad_norm_",
