@@ -522,4 +522,6 @@ def come_and_gone(comm: Communicator, strategy: str | int, count: int) -> tuple[
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(i, marks=pytest.mark.full) for i in (0, 1, 2)), 3])
 def test_f29_bytes_and_handles_stay_flat(backend: str, world_size: int, strategy: str | int, count: int) -> None:
     before, after = run_ranks(come_and_gone, strategy, count, world_size=world_size, backend=backend)[0]
-    assert after == before
+    # One model more would be thousands of bytes. The communicator holds its last message, of one byte a parameter.
+    assert abs(after[0] - before[0]) < 64
+    assert after[1] == before[1]
