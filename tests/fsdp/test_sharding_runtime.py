@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import collectives
 from collectives import Communicator
 from collectives.errors import UnsupportedError
-from fsdp import fully_shard, summon_full_params, synced_forwards
+from fsdp import MixedPrecisionPolicy, fully_shard, summon_full_params, synced_forwards
 from fsdp.param_group import Storage
 from fsdp.unit import unit_of
 from tests.fsdp.models import (
@@ -27,8 +27,10 @@ from tests.fsdp.models import (
     loss_of,
     parameter,
     reference,
+    same_bits,
     train,
     words,
+    wrapped,
 )  # fmt: skip
 from tests.ranks import grid, run_ranks
 
@@ -390,3 +392,87 @@ def own_number(comm: Communicator, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["tied", "list"])
 def test_f23_ranks_that_are_done_gather_what_the_others_do(kind: str) -> None:
     run(own_number, kind, n=3)
+
+
+# Together
+
+
+def options_together(comm: Communicator, size: int, threshold: int, kept: bool) -> None:
+    """Small parameters, fewer ranks, two units ahead, two buffers and quiet micro-steps, all at once; low and wide."""
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
+    for policy in policies:
+        lowered = policy.param_dtype is not None
+        models: list[Any] = [filled(Layered(), comm.rank, torch.float32 if lowered else torch.float64) for _ in "ab"]
+        model, plain = models
+        fully_shard(plain, comm, stage=2, mp_policy=policy)
+        shared: dict[str, Any] = {
+            "reshard_after_forward": size, "persistence_threshold": threshold, "mp_policy": policy,
+        }  # fmt: skip
+        fully_shard([model.norm, model.head], comm, **shared)
+        fully_shard(model, comm, units=[OddBlock], **shared)
+        blocks = list(model.blocks)
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch([*blocks[i + 1 :], model.head][:2])
+            block.set_modules_to_backward_prefetch(blocks[:i][::-1])
+        model.set_reduce_scatter_max_input_buffers(2)
+        model.set_reshard_after_backward(not kept)
+        optims = [adamw(m.parameters()) for m in models]
+        for step in range(3):
+            losses = []
+            for m, optim in zip(models, optims, strict=True):
+                for micro in range(3):
+                    m.set_requires_gradient_sync(micro == 2)
+                    loss = loss_of(m, words(comm.rank, 3 * step + micro))
+                    loss.backward()
+                    losses.append(float(loss.detach()))
+                optim.step()
+                optim.zero_grad()
+            assert losses[:3] == losses[3:], (policy, step)
+        states = [full_state(m) for m in models]
+        assert same_bits(*states)
+        assert all(g.storage is Storage.FREED or kept for g in unit_of(model).runtime.groups)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
+@grid(world_sizes=(2, 4), threads=(1, 3), full=lambda backend, n: backend != "threads" or n not in (1, 2))
+def test_options_together_give_the_bits_of_stage_2(backend: str, world_size: int, kept: bool) -> None:
+    size = 2 if world_size == 4 else 1 if kept else world_size
+    run_ranks(options_together, size, 7, kept, world_size=world_size, backend=backend)
+
+
+class Slices(nn.Module):
+    """Returns a view of its input, and a sum with the other half of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = parameter(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[:, :3], x[:, 3:] + self.scale
+
+
+class ChangesViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = parameter(WORDS, WIDTH)
+        self.units = nn.ModuleList(Slices() for _ in range(2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(batch, self.embedding)
+        for unit in self.units:
+            left, right = unit(x)
+            left.mul_(2.0)
+            right.view(-1).add_(1.0)
+            x = torch.cat([left, right], 1)
+        return F.linear(x, self.embedding)
+
+
+def changed_views(comm: Communicator, strategy: str | int) -> float:
+    model = wrapped(filled(ChangesViews(), comm.rank), comm, strategy, [Slices])
+    state, _ = train(comm, model, 3, adamw)
+    return difference(state, reference(filled(ChangesViews()), comm.world_size, 3, adamw)[0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", 1, 3])
+def test_outputs_that_are_views_may_be_changed_in_place(strategy: str | int) -> None:
+    assert max(run(changed_views, strategy)) < 1e-10
