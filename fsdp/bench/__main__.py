@@ -111,9 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _console() -> Console:
-    """Tables keep their columns, also where there is no terminal to ask for its width."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
+    """Tables keep their columns: mpirun gives ranks a terminal of its own, which is narrow and in no window."""
+    return Console(width=max(100, Console().width), force_terminal=False)
 
 
 def _units(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ def trainer(model: nn.Module, stage: int, rows: int, world_size: int) -> Callabl
     settings = {
         "train_micro_batch_size_per_gpu": rows,
         "train_batch_size": rows * world_size,
+        "gradient_clipping": 0.0,  # otherwise it clips at 1
         "zero_optimization": {"stage": stage},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
