@@ -252,10 +252,12 @@ class Control:
             self.groups.remove(group)
             self._lines.send(note="closed", group=group.name, calls=group.calls)
 
-    def failed(self, group: Group, error: CommError) -> None:
-        """A communicator failed here: its other members are told."""
+    def failed(self, group: Group, error: CommError, leaves: bool = False) -> None:
+        """A communicator failed here: its other members are told. ``leaves``: because this rank's program ends."""
         kind, rank = type(error).__name__, getattr(error, "rank", -1)
-        if 0 <= rank < len(group.members):
+        if leaves:
+            kind, rank = PeerLostError.__name__, self.rank
+        elif 0 <= rank < len(group.members):
             rank = group.members[rank]
         self._lines.send(note="fail", group=group.name, kind=kind, reason=str(error), rank=rank)
 
@@ -277,7 +279,8 @@ class Control:
         error = getattr(sys, "last_value", None)
         if error is not None and generation() == self._generation:
             for group in self.groups:
-                self.failed(group, CommError(f"its program ended with {type(error).__name__}: {error}"))
+                ended = CommError(f"its program ended with {type(error).__name__}: {error}")
+                self.failed(group, ended, leaves=True)
         self.close()
 
     # What this rank hears
@@ -291,7 +294,8 @@ class Control:
         answer = self._answers.get(group.name)
         if answer is None or answer["call"] != call:
             late = reported is not None and time.monotonic() - reported[1] > _UNANSWERED
-            return "rank 0 is missing: it serves the control connections and does not answer" if late else ""
+            hub = f"rank {group.members.index(0)}" if 0 in group.members else "rank 0 of the job"
+            return f"{hub} is missing: it serves the control connections and does not answer" if late else ""
         seen = answer["seen"]
         wanted = group.members if among is None else [group.members[rank] for rank in among]
         absent = [member for member in wanted if member not in answer["ranks"]]

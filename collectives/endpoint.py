@@ -111,9 +111,16 @@ class Endpoint:
 
     def abort(self, reason: str) -> None:
         """End the communicator now, from any thread: pending and later calls raise ``CommClosedError``."""
+        self._abort(f"{self._where} aborted: {reason}")
+
+    def _abort(self, message: str, leaves: bool = False) -> None:
         for child in self._children:
-            child.abort(reason)
-        self._progress.abort(f"{self._where} aborted: {reason}")
+            child._abort(message, leaves)
+        self._progress.abort(message, leaves)
+
+    def _abandon(self, error: BaseException) -> None:
+        """This rank leaves, by an exception: to its peers it is lost."""
+        self._abort(f"{self._where}: its program ended with {type(error).__name__}: {error}", leaves=True)
 
     def close(self) -> None:
         """Finish what is pending, then release everything. Calling it again does nothing."""
@@ -138,7 +145,7 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not self._closed and self._progress.failure is None:
-            self.abort(f"{type(error).__name__}: {error}")  # its peers must not wait for a rank that is leaving
+            self._abandon(error)  # its peers must not wait for a rank that is leaving
         try:
             self.close()
         except CommError:

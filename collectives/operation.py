@@ -274,7 +274,8 @@ class Progress(ABC):
     def fail(self, operation: Operation | None, error: BaseException) -> None:
         """Something went wrong here: end the communicator, on all ranks."""
         if isinstance(error, CommTimeoutError) and operation is not None and self._control is not None:
-            missing = self._control.missing(self, operation.call)
+            oldest = self.waiting()  # what came after it waits for it, not for a rank
+            missing = self._control.missing(self, operation.call if oldest is None else oldest.call)
             error = CommTimeoutError(f"{error}; {missing}") if missing else error
         elif isinstance(error, CommError) and self._control is not None:
             # A transport that broke says little about why. The control plane knows within milliseconds who is lost.
@@ -286,11 +287,11 @@ class Progress(ABC):
         oldest = next(iter(self.pending), None)
         self._end(None, error if oldest is None else _explained(oldest, error), tell=False)
 
-    def abort(self, message: str) -> None:
-        """Somebody here gives up: end the communicator, on all ranks."""
-        self._end(None, CommError(message), tell=True)
+    def abort(self, message: str, leaves: bool = False) -> None:
+        """Somebody here gives up: end the communicator, on all ranks. ``leaves``: this rank is lost to the others."""
+        self._end(None, CommError(message), tell=True, leaves=leaves)
 
-    def _end(self, operation: Operation | None, error: CommError, tell: bool) -> None:
+    def _end(self, operation: Operation | None, error: CommError, tell: bool, leaves: bool = False) -> None:
         with self._ending:
             first = self.failure is None
             if first:
@@ -298,7 +299,7 @@ class Progress(ABC):
                 self._ended.set()
         if first:
             if tell and self._control is not None:
-                self._control.failed(self, error)
+                self._control.failed(self, error, leaves)
             self._kill()
         for other in [*self.pending, *([operation] if operation is not None else [])]:
             other.end(self.failure)
@@ -331,8 +332,9 @@ class Polling(Progress):
 
     @property
     def pending(self) -> list[Operation]:
-        with self._lock:
-            return [*self._loose, *self._queue]
+        # Two copies, each at one stroke. Not under the lock: who holds it may be waiting for the control plane, which
+        # asks for this.
+        return [*self._loose, *self._queue]
 
     def submit(self, operation: Operation, sync: bool) -> None:
         with self._lock:
@@ -510,8 +512,8 @@ class Engine(Progress):
             operation.threaded = True
             self._spawn(lambda: self._block(operation))
 
-    def _end(self, operation: Operation | None, error: CommError, tell: bool) -> None:
-        super()._end(operation, error, tell)
+    def _end(self, operation: Operation | None, error: CommError, tell: bool, leaves: bool = False) -> None:
+        super()._end(operation, error, tell, leaves)
         with self._changed:
             self._changed.notify_all()
 

@@ -154,7 +154,7 @@ def _abort_on_uncaught(comm: Communicator) -> None:
         previous(kind, error, trace)
         comm = reference()
         if comm is not None and not hasattr(sys, "ps1"):  # at an interactive prompt the program goes on
-            comm.abort(f"its program ended with {kind.__name__}: {error}")
+            comm._abandon(error)
 
     sys.excepthook = hook
 
