@@ -151,10 +151,10 @@ def _abort_on_uncaught(comm: Communicator) -> None:
     reference, previous = weakref.ref(comm), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
         comm = reference()
         if comm is not None and not hasattr(sys, "ps1"):  # at an interactive prompt the program goes on
             comm._abandon(error)
+        previous(kind, error, trace)
 
     sys.excepthook = hook
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+import venv
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
     if item.get_closest_marker("slurm") and "slurm" not in config.option.markexpr:
         return False
+    if item.get_closest_marker("mpich") and "mpich" in config.option.markexpr:
+        return True
     if item.get_closest_marker("exhaustive"):
         return bool(config.option.exhaustive)
     return config.option.full or config.option.exhaustive or not item.get_closest_marker("full")
@@ -52,3 +59,23 @@ def _worker_pools() -> Generator[None]:
     troubles = ranks.POOLS.close()
     if troubles:
         pytest.fail("\n".join(troubles), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def mpich(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with bin/mpiexec and lib/libmpi.so.12 of an MPICH.
+
+    One that is on the PATH, or in MPICH_PREFIX; else, where the tests that need it were asked for by their mark, its
+    wheel in an environment that holds nothing else.
+    """
+    if given := os.environ.get("MPICH_PREFIX"):
+        return Path(given)
+    if (found := shutil.which("mpichversion")) and (Path(found).parents[1] / "lib" / "libmpi.so.12").exists():
+        return Path(found).parents[1]
+    if request.config.option.markexpr not in ("mpich", "slurm"):
+        pytest.skip("no MPICH on the PATH or in MPICH_PREFIX; pytest -m mpich installs one for itself")
+    folder = tmp_path_factory.mktemp("mpich")
+    venv.create(folder, with_pip=False)
+    install = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", "mpich"]
+    subprocess.run(install, timeout=300, check=True)
+    return folder

@@ -30,6 +30,8 @@ from collectives.types import P2P, RankInfo, ReduceOp
 
 # No narrower integers: Open MPI's vectorized sums of 8 and 16 bits stop at the largest value instead of wrapping.
 _DATATYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
+_LAST_WORDS = 0.5  # seconds in which ranks hear of a failure, raise and print, before it ends them
+_PATIENCE = 5.0  # seconds that an exit waits for the other ranks after a failure
 _OPS = {
     ReduceOp.SUM: "SUM",
     ReduceOp.PRODUCT: "PROD",
@@ -119,37 +121,57 @@ def library_version() -> tuple[str, str]:
     return (min(found, key=lambda path: len(Path(path).name)) if found else ""), version
 
 
+class _Exit:
+    """How this process leaves MPI. ``failed``: the communicator of all ranks has ended with a failure."""
+
+    failed = False
+
+
 @functools.cache
-def guard_exit() -> None:
+def guard_exit() -> _Exit:
     """Make sure that a rank which fails ends the job instead of stopping it. Collective, and done once.
 
-    An uncaught exception prints its traceback and then aborts all ranks at once, whatever threads are alive here. Any
-    other exit, ``sys.exit`` included, waits for all ranks to come to theirs, as MPI_Finalize would, but with Python
-    still running: the control plane says that this rank has left, and rank 0 goes on serving it.
+    An uncaught exception prints its traceback and soon aborts all ranks, whatever threads are alive here; in between,
+    the others hear of it, and raise and print too. Any other exit, ``sys.exit`` included, waits for all ranks to come
+    to theirs, as MPI_Finalize would, but with Python still running: the control plane says that this rank has left, and
+    rank 0 goes on serving it. After a failure it does not wait for long, as some may never come.
     """
     MPI = _import_mpi()
     comm = MPI.COMM_WORLD.Dup()
+    found = _Exit()
     if comm.Get_size() == 1:
         comm.Free()
-        return
+        return found
     previous = sys.excepthook
 
     def print_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
         at_a_prompt = hasattr(sys, "ps1")
         if not at_a_prompt and not MPI.Is_finalized():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            MPI.COMM_WORLD.Abort(1)
+            abort(_LAST_WORDS)
+
+    def abort(seconds: float) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(seconds)
+        MPI.COMM_WORLD.Abort(1)
 
     def wait_for_all() -> None:
         if not MPI.Is_finalized():
-            request = comm.Ibarrier()
+            started, request = time.monotonic(), comm.Ibarrier()
             while not request.Test():
                 time.sleep(0.002)
+                if found.failed and time.monotonic() - started > _PATIENCE:
+                    print(
+                        f"rank {comm.Get_rank()}: the communicator failed, and not all ranks came to their end within "
+                        f"{_PATIENCE:g} s after this one; aborting the job",
+                        file=sys.stderr,
+                    )
+                    abort(0.0)
 
     sys.excepthook = print_and_abort
     atexit.register(wait_for_all)
+    return found
 
 
 class _MpiPending:
@@ -190,12 +212,14 @@ class MpiBackend(Backend):
     meets_from = 2049  # shorter messages come whole, and MPI says when one is too long for its receive
     max_count = (2**31 - 1) // 16  # complex128 elements whose bytes an int still counts
 
-    def __init__(self, comm: Any, timeout: float) -> None:
+    def __init__(self, comm: Any, timeout: float, leaving: _Exit | None = None) -> None:
         """Take over ``comm``, an mpi4py communicator that nobody else uses.
 
         Args:
             timeout: seconds that setting up a split may take.
+            leaving: what is told when this fails.
         """
+        self._leaving = leaving
         self.MPI = _import_mpi()
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -318,6 +342,8 @@ class MpiBackend(Backend):
 
     def _kill(self) -> None:
         self.killed = True
+        if self._leaving is not None:
+            self._leaving.failed = True
         # MPI may write into the buffers of abandoned receives for as long as the process lives: they must stay.
         for pending in list(self.active):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
@@ -351,8 +377,7 @@ def create(bootstrap: Bootstrap) -> MpiBackend:
             "the launcher belongs to another MPI than the one mpi4py loaded, or started the ranks without it; use that "
             "MPI's own mpirun, srun --mpi=pmi2 or pmix as it was built for, set MPI4PY_LIBMPI, or use backend 'gloo'"
         )
-    guard_exit()
-    return MpiBackend(world.Dup(), bootstrap.timeout)
+    return MpiBackend(world.Dup(), bootstrap.timeout, guard_exit())
 
 
 def from_mpi(

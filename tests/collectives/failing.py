@@ -49,6 +49,8 @@ def fail(how: str, folder: Path) -> None:
 def main(how: str, when: str, backend: str, victim: int, folder: Path) -> None:
     comm = collectives.init(backend, timeout=TIMEOUT if how == "SIGSTOP" else 60.0, setup_timeout=60.0)
     (folder / f"pid{comm.rank}").write_text(str(os.getpid()))
+    while len(list(folder.glob("pid*"))) < comm.world_size:  # a launcher may end who is still on the way
+        time.sleep(0.01)
     tensor, works = torch.ones(NUMEL), list[Work]()
     if when != "first call":
         comm.all_reduce(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,16 @@ def run_suite(command: list[str], environment: dict[str, str], world_size: int, 
 def test_mpirun(world_size: int, backends: str, some: bool) -> None:
     command, environment = mpirun(world_size)
     run_suite([*command, sys.executable, *PYTEST, "--with-mpi"], environment, world_size, backends, some)
+
+
+@full
+@pytest.mark.mpich
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("backends", ["mpi", "ring+mpi", "shm+mpi"])
+def test_mpich(mpich: Path, world_size: int, backends: str) -> None:
+    command = [str(mpich / "bin" / "mpiexec"), "-n", str(world_size), sys.executable]
+    environment = {**clean_environment(), "MPI4PY_LIBMPI": str(mpich / "lib" / "libmpi.so.12")}
+    run_suite([*command, *PYTEST, "--with-mpi"], environment, world_size, backends, some=False)
 
 
 @pytest.mark.parametrize(

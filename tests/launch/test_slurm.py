@@ -11,7 +11,6 @@ import re
 import socket
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,16 +39,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield started.stdout.strip()
     finally:
         subprocess.run([SCRIPT, "stop", folder], timeout=60, check=True)
-
-
-@pytest.fixture(scope="session")
-def mpich(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """MPICH's library, from its wheel, in an environment that holds nothing else."""
-    folder = tmp_path_factory.mktemp("mpich")
-    venv.create(folder, with_pip=False)
-    install = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", "mpich"]
-    subprocess.run(install, timeout=300, check=True)
-    return str(folder / "lib" / "libmpi.so.12")
 
 
 @pytest.fixture
@@ -97,14 +86,16 @@ def test_training_without_any_mpi(env: dict[str, str], backend: str, tmp_path: P
     assert losses(tmp_path) == pytest.approx(reference, rel=1e-5)
 
 
-def test_training_over_mpich(env: dict[str, str], mpich: str, tmp_path: Path, reference: list[float]) -> None:
-    done = run(srun(*train(tmp_path, "mpi"), mpi="pmi2"), {**env, "MPI4PY_LIBMPI": mpich})
+def test_training_over_mpich(env: dict[str, str], mpich: Path, tmp_path: Path, reference: list[float]) -> None:
+    library = str(mpich / "lib" / "libmpi.so.12")
+    done = run(srun(*train(tmp_path, "mpi"), mpi="pmi2"), {**env, "MPI4PY_LIBMPI": library})
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == pytest.approx(reference, rel=1e-5)
 
 
-def test_mpich_is_picked_and_named(env: dict[str, str], mpich: str) -> None:
-    done = run(srun("collectives.info", mpi="pmi2"), {**env, "MPI4PY_LIBMPI": mpich})
+def test_mpich_is_picked_and_named(env: dict[str, str], mpich: Path) -> None:
+    library = str(mpich / "lib" / "libmpi.so.12")
+    done = run(srun("collectives.info", mpi="pmi2"), {**env, "MPI4PY_LIBMPI": library})
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"backend +shm\+mpi: an MPI launcher", done.stdout)) == 2
     assert len(re.findall(r"MPI +MPICH.*libmpi", done.stdout)) == 2
