@@ -35,6 +35,7 @@ from collectives.messages import Ledger, Message
 Note = dict[str, Any]
 Share = Callable[[bytes | None], bytes]  # rank 0's bytes, on every rank
 _TICK = 0.1  # seconds between looks at what is waiting here
+_SETTLE = 0.5  # seconds that a program's end gives to what it has not waited for
 _UNANSWERED = 0.5  # seconds after which a silent hub is news
 
 
@@ -74,6 +75,7 @@ class Group(Protocol):
     def late_messages(self, now: float) -> list[Message]: ...
     def end(self, error: CommError) -> None: ...
     def look(self) -> None: ...
+    def settle(self, seconds: float) -> None: ...
 
 
 class _Lines:
@@ -267,7 +269,13 @@ class Control:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._lines.send(note="bye", calls={group.name: group.calls for group in self.groups})
+        # Of a collective that this rank began and did not finish, the others miss its part.
+        waiting = {group.name: group.waiting() for group in self.groups}
+        calls = {
+            group.name: group.calls if (oldest := waiting[group.name]) is None else oldest.call - 1
+            for group in self.groups
+        }
+        self._lines.send(note="bye", calls=calls)
         with contextlib.suppress(OSError):
             self._lines.sock.shutdown(socket.SHUT_WR)
         # The hub closes its end in return. A thread that the interpreter's end meets inside a library ends in abort().
@@ -281,6 +289,9 @@ class Control:
             for group in self.groups:
                 ended = CommError(f"its program ended with {type(error).__name__}: {error}")
                 self.failed(group, ended, leaves=True)
+        elif generation() == self._generation:
+            for group in self.groups:
+                group.settle(_SETTLE)
         self.close()
 
     # What this rank hears

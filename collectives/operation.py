@@ -262,6 +262,13 @@ class Progress(ABC):
     def look(self) -> None:  # noqa: B027 (there may be nothing)
         """Whatever must be noticed while callers wait: called by the control plane, on its thread, every 0.1 s."""
 
+    def settle(self, seconds: float) -> None:
+        """Let what is pending come to its end, as far as it does soon: the program is ending without waiting for it."""
+        deadline = time.monotonic() + seconds
+        while (pending := self.pending) and time.monotonic() < deadline:
+            if not pending[0].is_completed():
+                time.sleep(0.002)
+
     def awaits(self, member: int) -> bool:
         """Whether a point-to-point operation with ``member`` is not done."""
         return any(message.peer == member for operation in self.pending for message in operation.messages)
