@@ -53,7 +53,7 @@ def test_mpirun(world_size: int, backends: str, some: bool) -> None:
 
 @full
 @pytest.mark.mpich
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("backends", ["mpi", "ring+mpi", "shm+mpi"])
 def test_mpich(mpich: Path, world_size: int, backends: str) -> None:
     command = [str(mpich / "bin" / "mpiexec"), "-n", str(world_size), sys.executable]
