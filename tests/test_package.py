@@ -40,6 +40,7 @@ def test_exported_names_of_fsdp() -> None:
         "FSDPModule",
         "MixedPrecisionPolicy",
         "clip_grad_norm_",
+        "convert_sync_batchnorm",
         "estimate",
         "full_state_dict",
         "fully_shard",
