@@ -155,7 +155,7 @@ def _rank(options: argparse.Namespace, launcher: str, field: Field) -> int:
     """What a rank does."""
     sync = field.communicator("gloo")
     if options.memory_of:
-        found = measure.memory(options.memory_of, options.models[0], field, sync, options.steps)
+        found = measure.memory(options.memory_of, options.models[0], field, sync)
         if sync.rank == 0:
             _write(options.json, found._asdict())
         return 0

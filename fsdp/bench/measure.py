@@ -111,13 +111,13 @@ class Memory(NamedTuple):
     before: int
 
 
-def memory(name: str, model: str, field: Field, sync: Communicator, steps: int) -> Memory:
-    """The memory of a contender that has this process set to itself."""
+def memory(name: str, model: str, field: Field, sync: Communicator) -> Memory:
+    """The memory of a contender that has this process set to itself: its peak is reached in the second step."""
     shape = SHAPES[model]
     before = proportional_set_size()
     contender = field.contender(name, shape, sync)
     with _Watch() as watch:
-        for step in range(WARM_UP + steps):
+        for step in range(3):
             contender.step(batch(shape, sync.rank, step))
             watch.look()
     mine = torch.tensor([watch.peak, before], dtype=torch.float64)
