@@ -1,5 +1,20 @@
 """DDP, ZeRO-1/2/3 and FSDP over any ``collectives.Communicator``."""
 
+from fsdp.checkpoint import (
+    CheckpointError,
+    LikeParameters,
+    OtherRanks,
+    PerRank,
+    export,
+    full_optimizer_state_dict,
+    latest,
+    load,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    rng_state,
+    save,
+    set_rng_state,
+)
 from fsdp.clip import clip_grad_norm_
 from fsdp.ddp import DistributedDataParallel
 from fsdp.estimate import Estimate, estimate
@@ -15,16 +30,29 @@ from fsdp.synced_forwards import synced_forwards
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointError",
     "DistributedDataParallel",
     "Estimate",
     "FSDPModule",
+    "LikeParameters",
     "MixedPrecisionPolicy",
+    "OtherRanks",
+    "PerRank",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
     "estimate",
+    "export",
+    "full_optimizer_state_dict",
     "full_state_dict",
     "fully_shard",
+    "latest",
+    "load",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
     "register_fsdp_forward_method",
+    "rng_state",
+    "save",
+    "set_rng_state",
     "summon_full_params",
     "synced_forwards",
     "unit_statistics",
