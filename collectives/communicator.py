@@ -15,6 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from collectives.arguments import check_numel, check_overlap, check_rank, check_same_dtype, check_sizes, cuts_of
+from collectives.backend import Backend
 from collectives.collective import Algorithm, Collective
 from collectives.endpoint import Endpoint
 from collectives.messages import spread, wire_tag
@@ -371,8 +372,25 @@ class Communicator(Endpoint):
         neighbours = [rank for rank in members if table[rank][3] == self.node]
         # Which splits led here: siblings split further must not be mistaken for each other.
         group = f"{self._progress.name}/{self._splits}.{color}"
+        transport = self._progress.set_up(lambda: self._transport._split(members, group), members, self.timeout)
+        return self._child(transport, members, neighbours, group, self.timeout)
+
+    def _subgroup(self, members: Sequence[int], nodes: Sequence[int], name: str, timeout: float) -> Communicator:
+        """A communicator among ``members``, in this order, that the others know nothing of.
+
+        Collective over the members only, so none may be lost meanwhile. ``nodes`` are the hosts of all ranks of this
+        communicator, and ``name`` is one that no other part of it has.
+        """
+        self._check_usable()
+        group = f"{self._progress.name}/{name}"
+        neighbours = [rank for rank in members if nodes[rank] == self.node]
+        return self._child(self._transport._split(members, group), members, neighbours, group, timeout)
+
+    def _child(
+        self, transport: Backend, members: Sequence[int], neighbours: Sequence[int], group: str, timeout: float
+    ) -> Communicator:
         child = Communicator(
-            self._progress.set_up(lambda: self._transport._split(members, group), members, self.timeout),
+            transport,
             RankInfo(
                 rank=members.index(self.rank),
                 world_size=len(members),
@@ -383,7 +401,7 @@ class Communicator(Endpoint):
             name=self.backend,
             layers=self._layers,
             device=self.device,
-            timeout=self.timeout,
+            timeout=timeout,
             algorithm=self._selection.default,
             table=self._selection.table,
             validate=self._validate,

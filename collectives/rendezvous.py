@@ -1,6 +1,6 @@
 """From the environment to a communicator: who am I, which backend, which device, and where do the ranks meet.
 
-The only module that reads ``os.environ``. Whom to believe is decided in ``launchers.resolve``, a pure function.
+The only module that touches ``os.environ``. Whom to believe is decided in ``launchers.resolve``, a pure function.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ from collectives.meeting import (
 from collectives.selection import Table, agree_on_table
 from collectives.types import RankInfo
 
-__all__ = ["Plan", "environment", "init", "plan", "resolve"]
+__all__ = ["Plan", "connect", "environment", "export", "init", "plan", "resolve"]
 
 _log = logging.getLogger("collectives")
 
@@ -109,9 +109,37 @@ def init(
         master_addr=master_addr,
         master_port=master_port,
     )
+    _warn(chosen.info)
+    return connect(
+        chosen,
+        environ,
+        lambda: meet(chosen.info, environ, setup_timeout, fixed=master_addr is not None),
+        timeout=timeout,
+        setup_timeout=setup_timeout,
+        validate=bool(validate),
+        algorithm=algorithm,
+        table=table,
+    )
+
+
+def connect(
+    chosen: Plan,
+    environ: Mapping[str, str],
+    meeting: Callable[[], tuple[Any, str]],
+    *,
+    timeout: float,
+    setup_timeout: float,
+    validate: bool = False,
+    algorithm: str | None = None,
+    table: Table | str | Path | None = None,
+) -> Communicator:
+    """Carry out a plan: the communicator of all ranks that carry out the same one. Collective.
+
+    ``meeting`` opens the ranks' key-value store, whose keys nobody else uses, and says which host serves it; it is
+    called where the backend needs one. The rest is as ``init`` has it.
+    """
     info = chosen.info
-    _warn(info)
-    meeting = functools.cache(lambda: meet(info, environ, setup_timeout, fixed=master_addr is not None))
+    meeting = functools.cache(meeting)
     several_hosts = info.local_world_size < info.world_size
     address = LOOPBACK
     if several_hosts and chosen.stack.base != "mpi":
@@ -133,7 +161,7 @@ def init(
         timeout=timeout,
         algorithm=algorithm,
         table=table,
-        validate=bool(validate),
+        validate=validate,
         control=control,
     )
     if info.world_size > 1:
@@ -144,6 +172,11 @@ def init(
 def environment() -> dict[str, str]:
     """The variables of this process, as they are now."""
     return dict(os.environ)
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, for libraries that read them."""
+    os.environ.update(variables)
 
 
 def _abort_on_uncaught(comm: Communicator) -> None:

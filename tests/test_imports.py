@@ -32,12 +32,17 @@ LAYERS = [
     },
     {"endpoint", "communicator"},
     {"backends"},
-    {"launchers", "local", "meeting", "rendezvous", "slurm"},
+    {"borrowed", "launchers", "local", "meeting", "rendezvous", "slurm"},
     {""},  # collectives/__init__.py
-    {"info", "bench", "capability_table", "conformance"},
+    {"info", "bench", "capability_table", "conformance", "torch_backend"},
 ]
 # The benchmark compares with torch's own data parallelism, which only this file of it knows.
-TORCH_DISTRIBUTED = {"collectives/backends/torch_dist.py", "fsdp/bench/torch_parts.py"}
+TORCH_DISTRIBUTED = {
+    "collectives/backends/process_group.py",
+    "collectives/backends/torch_dist.py",
+    "fsdp/bench/torch_parts.py",
+    *(f"collectives/torch_backend/{path.name}" for path in (ROOT / "collectives" / "torch_backend").glob("*.py")),
+}
 MPI4PY = {"collectives/backends/mpi.py"}
 SHARED_BY_BENCHMARKS = ("collectives.bench", "collectives.launchers", "collectives.rendezvous")
 ENVIRONMENT = {"collectives/rendezvous.py"}

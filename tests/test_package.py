@@ -25,6 +25,7 @@ def test_exported_names_of_collectives() -> None:
         "Work",
         "errors",
         "from_mpi",
+        "from_process_group",
         "init",
         "run",
     ]

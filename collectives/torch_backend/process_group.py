@@ -1,0 +1,336 @@
+"""The table of operations: what torch.distributed asks of a process group, by calls of a ``Communicator``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from collectives.communicator import Communicator
+from collectives.communicator import Options as Keywords
+from collectives.errors import UnsupportedError
+from collectives.torch_backend.features import ALIASES
+from collectives.torch_backend.reduce_ops import reduce_op
+from collectives.torch_backend.tensor_list import join
+from collectives.torch_backend.work import FINISHED, GroupWork, seconds
+from collectives.types import P2P, ReduceOp, Work
+
+Tensors = list[torch.Tensor]
+_c10d: Any = dist  # the type stubs leave out some public names
+_CPU = torch.device("cpu")
+
+
+class CollectivesProcessGroup(dist.ProcessGroup):
+    """A process group of torch's whose operations a communicator carries out.
+
+    torch calls these methods, from Python and, those that its trampoline knows, from C++. Each takes torch's options,
+    or what its short form has in their place, and returns torch's ``Work``. ``asyncOp`` being false, as it is in
+    ``torch.distributed``'s calls without ``async_op=True``, the operation is done on return. The communicator is closed
+    by ``shutdown``, so by ``destroy_process_group``.
+
+    Args:
+        comm: the ranks, in the group's order.
+        store: the group's own part of the job's key-value store.
+        name: the backend's name with torch.
+        stack: its full name with us.
+        nodes: the host of each rank, where groups of some of them may be asked for.
+    """
+
+    def __init__(self, comm: Communicator, store: Any, name: str, stack: str, nodes: Sequence[int] = ()) -> None:
+        super().__init__(comm.rank, comm.world_size)  # type: ignore[call-arg]  # with a store it is not for Python
+        self.comm = comm
+        self.stack = stack
+        self._store = store
+        self.nodes = nodes
+        self._backend_name = name
+        self._group_name = self._description = ""
+        self._batch: list[Work] | None = None  # what was started since _start_coalescing
+
+    # Who this is
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's names, called from C++)
+        return self._backend_name
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.comm.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.comm.world_size
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def rank(self) -> int:
+        return self.comm.rank
+
+    def size(self) -> int:
+        return self.comm.world_size
+
+    def name(self) -> str:
+        return self._backend_name
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    _get_backend_name = name
+    keeps_contract = True  # of a communicator: what from_process_group may rely on
+    supports_splitting = False
+    supports_coalescing = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> CollectivesProcessGroup:  # type: ignore[override]
+        """Itself: there is no other object behind a process group written in Python."""
+        if torch.device(device).type != _CPU.type:
+            raise UnsupportedError(
+                f"process group {self._backend_name} serves CPU tensors, not {device}; use nccl there"
+            )
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.comm.timeout = timeout.total_seconds()
+
+    set_timeout = _set_default_timeout
+
+    def subgroup(self, members: Sequence[int], name: str) -> CollectivesProcessGroup:
+        """A group of ``members``, called by them alone; ``name`` is one that no other part of this group has."""
+        nodes = self.nodes or [self.comm.node] * self.comm.world_size
+        comm = self.comm._subgroup(members, nodes, name, self.comm.timeout)
+        store = PrefixStore(f"{name}/", self._store)
+        return CollectivesProcessGroup(comm, store, self._backend_name, self.stack)
+
+    def shutdown(self) -> None:
+        """Finish what is pending and close the communicator, unless it has failed: then there is nothing to finish."""
+        self.comm.close()
+
+    def abort(self) -> None:
+        self.comm.abort("its process group was aborted")
+
+    # Reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """In place; several tensors one after another."""
+        tensors = _listed(tensors)
+        how = self._how(opts, timeout)
+        op = _op(opts)
+        return self._started(how, [self.comm.all_reduce(tensor, op, **how) for tensor in tensors], tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Into rank ``rootRank``'s tensor; the others' stay unchanged."""
+        tensors = _listed(tensors)
+        how, root = self._how(opts, timeout), _root(opts)
+        ours = _op(opts) if op is None else reduce_op(op)
+        return self._started(how, [self.comm.reduce(tensor, root, ours, **how) for tensor in tensors], tensors)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Part r of ``input``, combined, into rank r's ``output``."""
+        how = self._how(opts)
+        return self._started(how, [self.comm.reduce_scatter(output, input, _op(opts), **how)], [output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        how, op = self._how(opts), _op(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._started(how, [self.comm.reduce_scatter(o, i, op, **how) for o, i in pairs], outputs)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Tensor r of each of ``inputs``, combined, into rank r's output; the tensors may differ in size."""
+        outputs, lists = _listed(outputs), _listed_twice(inputs)
+        how, op, works = self._how(opts, timeout), _op(opts), []
+        for output, parts in zip(outputs, lists, strict=True):
+            joined = join(parts, written=False)
+            works.append(self.comm.reduce_scatter_v(output, joined.tensor, joined.sizes, op, **how))
+        return self._started(how, works, outputs)
+
+    # Movements
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Rank ``rootRank``'s tensors into everyone's."""
+        tensors = _listed(tensors)
+        how, root = self._how(opts, timeout), _root(opts)
+        return self._started(how, [self.comm.broadcast(tensor, root, **how) for tensor in tensors], tensors)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Every rank's ``input``, in rank order, into ``output``."""
+        how = self._how(opts)
+        return self._started(how, [self.comm.all_gather(output, input, **how)], [output])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        how = self._how(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._started(how, [self.comm.all_gather(o, i, **how) for o, i in pairs], outputs)
+
+    def allgather(  # type: ignore[override]
+        self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Rank r's input into tensor r of the output list; the tensors may differ in size, alike on all ranks."""
+        lists, inputs = _listed_twice(output_lists), _listed(inputs)
+        how, works, finishes = self._how(opts, timeout), [], []
+        for outputs, input in zip(lists, inputs, strict=True):
+            joined = join(outputs, written=True)
+            works.append(self.comm.all_gather_v(joined.tensor, input, joined.sizes, **how))
+            finishes.append(joined.unpack)
+        return self._started(how, works, [tensor for outputs in lists for tensor in outputs], finishes)
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """``output_lists[r]`` holds rank r's ``inputs``."""
+        return self.allgather([list(outputs) for outputs in output_lists], inputs, opts)
+
+    def gather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Rank r's input into tensor r of rank ``rootRank``'s list."""
+        input = _listed(inputs)[0]
+        how, root = self._how(opts, timeout), _root(opts)
+        if self.comm.rank != root:
+            return self._started(how, [self.comm.gather(None, input, root, **how)], [])
+        outputs = _listed_twice(output_lists)[0]
+        joined = join(outputs, written=True)
+        return self._started(how, [self.comm.gather(joined.tensor, input, root, **how)], outputs, [joined.unpack])
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Tensor r of rank ``rootRank``'s list into rank r's output."""
+        output = _listed(outputs)[0]
+        how, root, input = self._how(opts, timeout), _root(opts), None
+        if self.comm.rank == root:
+            input = join(_listed_twice(input_lists)[0], written=False).tensor
+        return self._started(how, [self.comm.scatter(output, input, root, **how)], [output])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> dist.Work:
+        """Part d of ``input`` to rank d, part s of ``output`` from rank s; splits count rows, none are equal parts."""
+        how = self._how(opts)
+        splits = [_elements(tensor, rows) for tensor, rows in ((output, output_splits), (input, input_splits))]
+        return self._started(how, [self.comm.all_to_all(output, input, *splits, **how)], [output])
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Tensor d of ``inputs`` to rank d, tensor s of ``outputs`` from rank s."""
+        how, sent, got = self._how(opts), join(inputs, written=False), join(outputs, written=True)
+        work = self.comm.all_to_all(got.tensor, sent.tensor, got.sizes, sent.sizes, **how)
+        return self._started(how, [work], outputs, [got.unpack])
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
+        how = self._how(opts, timeout)
+        return self._started(how, [self.comm.barrier(**how)], [])  # type: ignore[misc]
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier; who does not come is named by the error of any."""
+        self.comm.barrier(timeout=seconds(timeout))
+
+    # Messages
+
+    def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
+        return self._message([P2P.send(tensor, dst) for tensor in _listed(tensors)], tag)
+
+    def recv(self, tensors: Any, src: int, tag: int) -> dist.Work:
+        return self._message([P2P.recv(tensor, src) for tensor in _listed(tensors)], tag)
+
+    def _message(self, ops: list[P2P], tag: int) -> dist.Work:
+        work = self.comm.exchange(ops, tag, async_op=True)
+        if self._batch is not None:
+            self._batch.append(work)
+        return GroupWork([work], [op.tensor for op in ops])
+
+    # Several at once
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Everything is started at once anyway; what is started from here on is waited for together."""
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._batch = self._batch or [], None
+        return GroupWork(works, [])
+
+    # What there is not
+
+    def recv_anysource(self, *_: object) -> NoReturn:
+        self._refuse("recv_anysource", "name the source: recv(tensor, src)")
+
+    def split_group(self, *_: object, **__: object) -> NoReturn:
+        self._refuse("split_group", "torch.distributed.new_group(ranks)")
+
+    def merge_remote_group(self, *_: object, **__: object) -> NoReturn:
+        self._refuse("merge_remote_group", "start all ranks as one job")
+
+    def _refuse(self, what: str, instead: str) -> NoReturn:
+        raise UnsupportedError(f"process group {self._backend_name} has no {what}; instead: {instead}")
+
+    # How calls are made
+
+    def _how(self, opts: Any, timeout: timedelta | None = None) -> Keywords:
+        """The keywords of a communicator's call for torch's options. A call without any may be the fast one."""
+        how: Keywords = {}
+        if isinstance(opts, timedelta):  # in a short form
+            opts, timeout = None, opts
+        limit = seconds(getattr(opts, "timeout", timeout))
+        if limit is not None:
+            how["timeout"] = limit
+        if self._batch is not None or getattr(opts, "asyncOp", True):
+            how["async_op"] = True
+        return how
+
+    def _started(
+        self, how: Keywords, works: list[Work], result: Tensors, finishes: Sequence[Callable[[], None] | None] = ()
+    ) -> dist.Work:
+        needed = [finish for finish in finishes if finish is not None]
+        if "async_op" not in how:
+            for finish in needed:
+                finish()
+            return FINISHED
+        if self._batch is not None:
+            self._batch += works
+
+        return GroupWork(works, result, needed)
+
+
+for _name, _others in ALIASES.items():
+    for _other in _others:
+        setattr(CollectivesProcessGroup, _other, getattr(CollectivesProcessGroup, _name))
+
+
+def _listed(tensors: Any) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _listed_twice(lists: Any) -> list[Tensors]:
+    return [list(lists)] if isinstance(lists[0], torch.Tensor) else [list(tensors) for tensors in lists]
+
+
+def _op(opts: Any) -> ReduceOp:
+    """From options, from a ReduceOp in their place, or SUM."""
+    return ReduceOp.SUM if opts is None else reduce_op(getattr(opts, "reduceOp", opts))
+
+
+def _root(opts: Any) -> int:
+    root: int = opts if isinstance(opts, int) else opts.rootRank
+    return root
+
+
+def _elements(tensor: torch.Tensor, rows: Sequence[int] | None) -> list[int] | None:
+    """Splits in rows of the first dimension as splits in elements."""
+    if not rows:
+        return None
+    width = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
+    return [count * width for count in rows]
