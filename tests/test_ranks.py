@@ -67,6 +67,7 @@ def test_a_planted_failure_ends_the_pool(
         assert "in hangs_on_rank_1" in notes  # the stack of the rank that hangs
 
 
+@pytest.mark.full
 def test_a_pool_is_kept_and_replaced_after_a_failure() -> None:
     first = run_ranks(who, backend="gloo")
     assert run_ranks(who, backend="ring+gloo") == first

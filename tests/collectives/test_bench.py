@@ -32,6 +32,7 @@ def run_bench(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.full
 def test_it_starts_its_own_ranks_and_writes_what_it_promises(tmp_path: Path) -> None:
     """All in one: every kind of contender in one process set, the JSON file, and the image."""
     names = ["gloo", "ring+gloo", "lib:gloo", "mpi", "ring+mpi", "lib:mpi", "lib:mpi.I", "mpi@direct"]

@@ -120,13 +120,15 @@ def trouble(trial: Callable[[Communicator, Case], None], tmp_path: Path, process
     return found[1]
 
 
+@pytest.mark.full
 def test_a_dead_rank_is_named_with_its_exit_code(tmp_path: Path) -> None:
     finding = trouble(check_dies, tmp_path, True)
     assert "gave no answer" in finding.errors[1]
     assert "rank 1 left with exit code 7" in finding.details
 
 
-@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.full)], ids=["threads", "processes"])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, processes: bool) -> None:
     finding = trouble(check_hangs, tmp_path, processes)
     assert "check_hangs" in finding.errors[1]

@@ -274,7 +274,7 @@ def law_several_hosts(comm: Communicator, nodes: list[int]) -> list[torch.Tensor
 @pytest.mark.parametrize(
     ("backend", "nodes"),
     [
-        ("gloo", [0, 0, 1]),
+        pytest.param("gloo", [0, 0, 1], marks=pytest.mark.full),
         pytest.param("gloo", [0, 1, 0, 1], marks=pytest.mark.full),
         pytest.param("mpi", [0, 0, 1], marks=pytest.mark.full),
         pytest.param("mpi", [0, 0, 1, 1], marks=pytest.mark.exhaustive),

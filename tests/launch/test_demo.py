@@ -141,6 +141,7 @@ def run(arguments: list[str], cwd: Path, prefix: list[str], variables: dict[str,
     )
 
 
+@pytest.mark.full
 def test_started_plainly_it_starts_two_ranks(tmp_path: Path) -> None:
     done = run(["--num-steps", "3"], tmp_path, [])
     assert done.returncode == 0, done.stdout + done.stderr

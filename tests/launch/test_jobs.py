@@ -109,12 +109,14 @@ def test_the_variable_picks_the_backend() -> None:
     assert {one["backend"] for one in said} == {"ring+gloo"}
 
 
+@pytest.mark.full
 def test_mpi_without_an_mpi_launcher_says_what_to_do() -> None:
     code, _, err = finish(start("launch", "--backend", "mpi"))
     assert code == 1
     assert re.search(r"launch announced rank \d of 2 .* MPI's world has rank 0 of 1.*mpirun", err)
 
 
+@pytest.mark.full
 def test_more_ranks_than_cores_work_and_warn_once() -> None:
     n = len(os.sched_getaffinity(0)) + 1
     code, out, err = finish(start("launch", "--backend", "gloo", n=n))
@@ -187,7 +189,8 @@ def test_a_failing_rank_0_ends_a_waiting_rank_1(how: str) -> None:
         assert "ArithmeticError: the first failure" in err
 
 
-@pytest.mark.parametrize("how", ["plain", FULL("close"), FULL("late")])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["plain", "close", "late"])
 def test_ranks_end_well_with_and_without_close(how: str) -> None:
     """Case L7: one rank is done before the other, and nobody has to close anything."""
     code, out, err = finish(start("launch", how, "gloo", module="tests.collectives.exits"))

@@ -188,6 +188,7 @@ def test_a_traceback_that_is_only_printed_is_printed() -> None:
         assert f"[{rank}] all is well" in done.stdout
 
 
+@pytest.mark.full
 def test_no_process_outlives_a_failure(mark: str) -> None:
     done = run(PROGRAM, "stubborn", mark)
     assert done.returncode == 4
@@ -206,6 +207,7 @@ def test_a_signal_ends_the_job(number: signal.Signals, mark: str) -> None:
     assert nothing_left(mark)
 
 
+@pytest.mark.full
 def test_ranks_may_save_when_they_are_told_to_stop() -> None:
     process = start(PROGRAM, "checkpoint")
     assert process.stdout is not None
