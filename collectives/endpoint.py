@@ -90,7 +90,8 @@ class Endpoint:
         watched = (group, tuple(range(self.world_size)) if members is None else members, backend._kill, control)
         self._progress: Progress
         if backend.polls:
-            crowded = info.local_world_size > (os.cpu_count() or 1)
+            # A thread that polls without a pause keeps the interpreter from its peers.
+            crowded = info.launcher == "threads" or info.local_world_size > (os.cpu_count() or 1)
             self._progress = Polling(*watched, waits=backend.waits, crowded=crowded)
         else:
             self._progress = Engine(*watched)
@@ -319,7 +320,7 @@ class Endpoint:
         else:
             if smaller.layout is not _STRIDED or not smaller.is_contiguous() or smaller.device != place:
                 return None
-            if smaller.dtype != dtype or _meet(larger, smaller):
+            if smaller.dtype != dtype or _overlap(larger, smaller):
                 return None
             numel = smaller.numel()
             part = smaller if smaller.dim() == 1 < numel else smaller.as_strided((numel,), (1,))
@@ -375,7 +376,7 @@ def _copy(output: torch.Tensor, input: torch.Tensor, *_: object) -> Pending:
 _ALONE: dict[str, Callable[..., Pending]] = {"all_reduce": _keep, "all_gather": _copy, "reduce_scatter": _copy}
 
 
-def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     first, second = a.data_ptr(), b.data_ptr()
     return first < second + b.nbytes and second < first + a.nbytes

@@ -40,7 +40,9 @@ def _wanted(item: pytest.Item, config: pytest.Config) -> bool:
         return False
     if item.get_closest_marker("mpich") and "mpich" in config.option.markexpr:
         return True
-    if item.get_closest_marker("exhaustive"):
+    # What two parametrizations leave to --full repeats what --full has of each.
+    repeats = len(list(item.iter_markers("full"))) > 1
+    if item.get_closest_marker("exhaustive") or repeats:
         return bool(config.option.exhaustive)
     return config.option.full or config.option.exhaustive or not item.get_closest_marker("full")
 

@@ -97,15 +97,26 @@ def grid(
 ) -> pytest.MarkDecorator:
     """Parametrize a test by ``backend`` and ``world_size``; ``threads`` are further sizes for that backend.
 
-    Combinations that ``full`` picks run with ``--full`` only; by default those that repeat what the others show.
+    Combinations that ``full`` picks run with ``--full`` only; by default those that repeat what the others show. Of
+    those that are processes, ``--full`` has a few, and ``--exhaustive`` all.
     """
     repeats = full or (lambda backend, world_size: world_size == 8 or ("+" in backend and world_size in (1, 4)))
     sizes = list(world_sizes)
     pairs = [(b, w) for b in backends for w in [*sizes, *(threads if b == "threads" else ())]]
     return pytest.mark.parametrize(
         ("backend", "world_size"),
-        [pytest.param(b, w, marks=pytest.mark.full if repeats(b, w) else ()) for b, w in pairs],
+        [pytest.param(b, w, marks=_tier(b, w, sizes) if repeats(b, w) else ()) for b, w in pairs],
     )
+
+
+_USUAL = {"gloo": 2, "mpi": 2, "ring+gloo": 3, "shm+mpi": 2}
+
+
+def _tier(backend: str, world_size: int, sizes: Sequence[int]) -> pytest.MarkDecorator:
+    usual = world_size if backend == "threads" else _USUAL.get(backend, 0)
+    if usual and usual not in sizes:
+        usual = sizes[0]
+    return pytest.mark.full if world_size == usual else pytest.mark.exhaustive
 
 
 def clean_environment() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -47,7 +48,8 @@ def _communicator(connect: Connect, rank: int, world_size: int, timeout: float) 
     connected = connect(rank)
     if isinstance(connected, Communicator):
         return connected
-    info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    launcher = "conformance" if threading.current_thread() is threading.main_thread() else "threads"
+    info = RankInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, launcher=launcher)
     return Communicator(connected, info, name=connected.name, timeout=timeout)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from collectives.conformance.processes import run_processes
 from collectives.conformance.rank import Connect, Factory, Outcomes, Places, Watch, run_rank
@@ -85,7 +83,7 @@ def run_threads(
     for thread in threads:
         thread.start()
     watch = Watch(timeout)
-    with _short_turns(), changed:
+    with changed:
         while len(outcomes) + len(crashed) < world_size and (left := watch.left(places.values())) > 0:
             changed.wait(min(left, 1.0))
             if crashed or any(outcome.failure for outcome in outcomes.values()):
@@ -93,17 +91,6 @@ def run_threads(
         answered, said = dict(outcomes), "\n".join(crashed.values())
     hung = len(answered) + len(crashed) < world_size
     return answered, dict(places), "\n".join(filter(None, [said, _stacks() if hung else ""]))
-
-
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """A thread that polls for its peers keeps the interpreter from them, by default for 5 ms at a time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _stacks() -> str:

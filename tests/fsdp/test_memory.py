@@ -79,7 +79,7 @@ def held_at_rest(comm: Communicator, strategy: str | int, units: Any) -> int:
     return held[3] - held[2]
 
 
-PLAIN = {(1, 3, "units"), (2, "ddp", "whole"), (2, 1, "units"), (2, 3, "units")}
+PLAIN = {(1, 3, "units"), (2, "ddp", "whole"), (2, 3, "units")}
 FULL = {
     (1, "ddp", "whole"),
     (2, 2, "units"),
