@@ -18,10 +18,15 @@ from collectives.types import RankInfo
 T = TypeVar("T")
 HEAD_START = 0.5  # seconds that rank 0 has for its words before a launcher sees another rank fail
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: a signal ended it, its state is saved, and started again it goes on
 
 
 class InputError(Exception):
     """What the user gave cannot be used. The message names what was expected, what was found and the remedy."""
+
+
+class StoppedError(Exception):
+    """A signal asked some rank to end; every rank has agreed, and the state is saved."""
 
 
 class JobParser(argparse.ArgumentParser):
@@ -63,19 +68,22 @@ def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
 def run_job(program: str, backend: str | None, body: Callable[[Communicator], T]) -> T:
     """``body(comm)`` of this rank, in a job that a launcher started or alone.
 
-    Errors that are the user's to mend end the process with one line instead of a traceback, and exit code 1.
+    Errors that are the user's to mend end the process with one line instead of a traceback, and exit code 1. A run that
+    a signal ended has exit code 75.
     """
     try:
         comm = collectives.init(backend)
     except (CommError, ValueError) as error:
         sys.exit(f"{program}: error: {error}")
-    failure = None
+    failure: InputError | StoppedError | None = None
     try:
         with comm:
             try:
                 return body(comm)
-            except InputError as error:
+            except (InputError, StoppedError) as error:
                 failure = error  # every rank has it, so they close together instead of aborting each other
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    if isinstance(failure, StoppedError):
+        sys.exit(STOPPED)
     sys.exit(f"{program}: error on rank {comm.rank}: {failure}")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,13 @@ class Report:
     Args:
         total: the steps that the run will take.
         folder: where files go; it exists. None writes nothing.
+        earlier: steps of the run that this one goes on from.
     """
 
-    def __init__(self, total: int, folder: Path | None) -> None:
+    def __init__(self, total: int, folder: Path | None, earlier: Sequence[Step] = ()) -> None:
         self.total = total
         self.folder = folder
-        self.steps: list[Step] = []
+        self.steps: list[Step] = list(earlier)
         self._metrics: IO[str] | None = None
         self._files = ExitStack()
         console = Console(file=sys.stdout, highlight=False)
@@ -66,6 +68,8 @@ class Report:
     def __enter__(self) -> Report:
         if self.folder is not None:
             self._metrics = self._files.enter_context(open(self.folder / METRICS, "w", buffering=1))
+            for step in self.steps:
+                self._write(step)
         if self._live is not None:
             self._live.start()
         self._started = self._ended = self._spoke = time.monotonic()
@@ -97,14 +101,17 @@ class Report:
     def add(self, step: Step) -> None:
         """Take note of a finished step."""
         self.steps.append(step)
-        if self._metrics is not None:
-            fields = {name: value for name, value in dataclasses.asdict(step).items() if value is not None}
-            self._metrics.write(json.dumps(fields) + "\n")
+        self._write(step)
         if self._live is not None:
             self._live.update(self._task, completed=step.step, description=str(step))
         elif time.monotonic() - self._spoke >= PLAIN_INTERVAL or step.step == self.total:
             self._spoke = time.monotonic()
             self.say(f"step {step.step}/{self.total}  {step}")
+
+    def _write(self, step: Step) -> None:
+        if self._metrics is not None:
+            fields = {name: value for name, value in dataclasses.asdict(step).items() if value is not None}
+            self._metrics.write(json.dumps(fields) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """summary.json, and the picture where matplotlib is installed."""

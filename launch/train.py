@@ -6,6 +6,9 @@
 
 The losses do not depend on how many ranks there are, what carries their messages, or how the model is sharded: each
 step's global batch is a function of the seed and the step, and every rank computes its share of it.
+
+Exit codes: 0, done; 75, SIGTERM or SIGUSR1 on any rank: the step was finished and saved, and the same command with
+--resume auto goes on (at any number of ranks); 1, an error; 2, wrong arguments; 130, Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import dataclasses
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -27,7 +31,8 @@ import torch.nn.functional as F
 import fsdp
 from collectives import Communicator
 from launch import data
-from launch.entry import InputError, JobParser, on_rank_0, run_job
+from launch.checkpoints import Checkpoints, Saves, StopSignal, facts_of
+from launch.entry import InputError, JobParser, StoppedError, on_rank_0, run_job
 from launch.model import GPT, Block, GPTConfig, generate
 from launch.report import METRICS, Report, Step, printable
 
@@ -80,11 +85,18 @@ class Result:
     sample: bytes
 
 
-def train(comm: Communicator, config: TrainConfig) -> Result:
+def train(
+    comm: Communicator, config: TrainConfig, saves: Saves | None = None, stop: Callable[[], bool] = lambda: False
+) -> Result:
     """Train on all ranks of ``comm``; rank 0 prints and writes.
 
+    Args:
+        saves: when checkpoints are saved, and whether to go on from one.
+        stop: asked after every step. When any rank says yes, all of them save, and end.
+
     Raises:
-        InputError: on every rank, if the data, the folder or the batch size cannot be used.
+        InputError: on every rank, if the data, the folder, the checkpoints or the batch size cannot be used.
+        StoppedError: on every rank, when all have saved because of ``stop``.
     """
     if config.batch_size < comm.world_size:
         raise InputError(
@@ -95,16 +107,29 @@ def train(comm: Communicator, config: TrainConfig) -> Result:
     entropy = data.bigram_entropy(corpus.held_out)
     folder = on_rank_0(comm, lambda: make_folder(config.folder))
     trainer = Trainer(comm, config, corpus)
-    with Report(config.steps, folder) if comm.rank == 0 else nullcontext() as report:
+    checkpoints = Checkpoints(comm, folder, saves or Saves(), facts_of(config, corpus.sha256))
+    first = trainer.restore(checkpoints.resume(trainer.model, trainer.optimizer))
+    with Report(config.steps, folder, trainer.steps) if comm.rank == 0 else nullcontext() as report:
         if report is not None:
+            checkpoints.say = report.say
             report.say(
                 f"{config.strategy} on {comm.world_size} ranks over {comm.backend}: {trainer.parameters:,} parameters; "
                 f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out, from {corpus.source}"
             )
-        for step in range(1, config.steps + 1):
-            done = trainer.step(step)
+        for step in range(first, config.steps + 1):
+            done = trainer.step(step, stop())
             if report is not None:
                 report.add(done)
+            saved = False
+            if checkpoints.due(step) or trainer.stops:
+                saved = checkpoints.save(step, trainer.model, trainer.optimizer, trainer.history())
+            if trainer.stops:
+                if not saved:
+                    raise InputError(f"a signal ended the run at step {step}, and it could not be saved")
+                checkpoints.tell(
+                    f"a signal ended the run; step {step} of {config.steps} is saved, and --resume auto goes on"
+                )
+                raise StoppedError
     result = trainer.result(entropy)
     if report is None:
         return result
@@ -159,9 +184,20 @@ class Trainer:
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
         self.steps: list[Step] = []
+        self.stops = False  # some rank wants to end
 
-    def step(self, step: int) -> Step:
-        """Train on global batch number ``step``, from 1 on."""
+    def history(self) -> dict[str, Any]:
+        """What a later run needs to go on, besides model and optimizer: batches are functions of seed and step."""
+        return {"steps": [dataclasses.asdict(step) for step in self.steps]}
+
+    def restore(self, history: Mapping[str, Any] | None) -> int:
+        """Take over what ``history`` gave, if anything. Returns the number of the next step."""
+        if history is not None:
+            self.steps = [Step(**step) for step in history["steps"]]
+        return len(self.steps) + 1
+
+    def step(self, step: int, stop: bool = False) -> Step:
+        """Train on global batch number ``step``, from 1 on. ``stop``: this rank wants to end after it."""
         config, comm = self.config, self.comm
         started, waited = time.perf_counter(), comm.stats().seconds
         lr = learning_rate(step, config)
@@ -176,7 +212,9 @@ class Trainer:
         (mean * comm.world_size).backward()  # type: ignore[no-untyped-call]
         norm = fsdp.clip_grad_norm_(self.model, config.clip)
         self.optimizer.step()
-        loss = self.sum_over_ranks(mean)
+        sums = torch.stack([mean.detach().double(), mean.new_tensor(float(stop), dtype=torch.float64)])
+        comm.all_reduce(sums)
+        loss, self.stops = float(sums[0]), bool(sums[1] > 0)
         seconds = time.perf_counter() - started
         share = (comm.stats().seconds - waited) / seconds
         speed = config.batch_size * context / seconds
@@ -286,6 +324,17 @@ def parser() -> argparse.ArgumentParser:
     add("--held-out", type=int, default=default.held_out, help="held-out sequences to measure at the end; 0: none")
     add("--evaluations", type=int, default=default.evaluations, help="how often to measure the held-out loss")
     add("--sample", type=int, default=default.sample, help="bytes to generate at the end")
+    add(
+        "--save-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="save a checkpoint after so many; 0: only at a signal",
+    )
+    add("--keep", type=int, metavar="N", help="delete all checkpoints but the newest N; None keeps all")
+    add(
+        "--resume", choices=("auto", "no"), default="no", help="auto: go on from the newest checkpoint, if there is one"
+    )
     add("--threads", type=int, help="threads of each rank; None leaves the launcher's choice")
     add("--out", metavar="DIR", default="outputs", help="where runs are written")
     add("--name", default="train", help="this run's folder there; an earlier run's files are replaced")
@@ -311,13 +360,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             folder=None if args.no_write else str(Path(args.out) / args.name),
             model=GPTConfig(args.layers, args.width, args.heads, args.context),
         )
+        saves = Saves(args.save_every, args.keep, args.resume == "auto")
+        if args.no_write and (args.save_every or saves.resume):
+            raise ValueError("no-write: expected it without --save-every and --resume, which need the run's folder")
         if args.threads is not None and args.threads < 1:
             raise ValueError(f"threads: expected at least 1, found {args.threads}")
     except ValueError as error:
         options.error(str(error))
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    run_job("launch.train", args.backend, lambda comm: train(comm, config))
+    with nullcontext() if args.no_write else StopSignal() as signals:
+        stop = (lambda: False) if signals is None else (lambda: signals.seen)
+        run_job("launch.train", args.backend, lambda comm: train(comm, config, saves, stop))
 
 
 if __name__ == "__main__":

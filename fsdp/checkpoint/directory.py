@@ -162,4 +162,7 @@ def _step(path: Path) -> int:
 
 def remove(folder: Path) -> None:
     """Delete a folder; what cannot be deleted is logged, and stays."""
-    shutil.rmtree(folder, onerror=lambda _, name, found: _log.warning("cannot delete %s: %s", name, found[1]))
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        _log.warning("cannot delete %s: %s", folder, error)

@@ -23,7 +23,7 @@ _PENDING = "_fsdp_saving"
 class Saving:
     """A checkpoint under way, or done."""
 
-    def __init__(self, ranks: Ranks, result: Background | Path) -> None:
+    def __init__(self, ranks: Ranks, result: Background | Path | CheckpointError) -> None:
         self._ranks = ranks
         self._result = result
 
@@ -34,8 +34,18 @@ class Saving:
             CheckpointError: it could not be written; on every rank.
         """
         if isinstance(self._result, Background):
-            self._result = self._result.finish(self._ranks)
+            try:
+                self._result = self._result.finish(self._ranks)
+            except CheckpointError as error:
+                self._result = error
+        if isinstance(self._result, CheckpointError):
+            raise self._result
         return self._result
+
+    @property
+    def under_way(self) -> bool:
+        """Whether nobody has waited for it yet."""
+        return isinstance(self._result, Background)
 
 
 def save(
@@ -82,9 +92,7 @@ def save(
     wait_for_pending(model, ranks)
     asked = ranks.gather((os.fspath(path), step, keep, async_save, optimizer is None))
     if len(set(asked)) > 1:
-        raise ValueError(
-            f"save: expected the same path, step, keep, async_save and optimizer of all ranks, found {asked}"
-        )
+        raise ValueError(f"save: expected the same arguments of all ranks, found {asked}")
     run = Path(path)
     snapshot = ranks.together(lambda: Snapshot(holdings, optimizer, extra or {}, ranks.rank))
     partial = ranks.on_rank_0(lambda: directory.begin(run, step))
@@ -108,7 +116,7 @@ def save(
 def wait_for_pending(model: nn.Module, ranks: Ranks) -> None:
     """Finish what an earlier ``save`` began. Raises what went wrong there, once."""
     saving: Saving | None = _holder(model, ranks).pop(_PENDING, None)
-    if saving is not None:
+    if saving is not None and saving.under_way:
         saving.wait()
 
 
