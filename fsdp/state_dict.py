@@ -43,9 +43,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
                         whole[id(parameter)] = value.clone() if not cpu else value.to("cpu", copy=True)
     if not keeps:
         return {}
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, Any] = {}
     for value in entries.values():
-        if id(value) not in copies:
+        if not isinstance(value, torch.Tensor):  # what a module's get_extra_state gave
+            copies[id(value)] = value
+        elif id(value) not in copies:
             copies[id(value)] = (
                 whole[id(value)] if id(value) in whole else value.detach().to("cpu" if cpu else value.device, copy=True)
             )

@@ -19,7 +19,7 @@ from collectives.bench import start
 from collectives.errors import CommError
 from collectives.launchers import resolve
 from collectives.rendezvous import environment
-from fsdp.bench import deepspeed_parts, measure, plot, report, units
+from fsdp.bench import checkpoint, deepspeed_parts, measure, plot, report, units
 from fsdp.bench.contenders import DEEPSPEED, Field, check, names_of
 from fsdp.bench.models import SHAPES
 
@@ -50,6 +50,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     parser.add_argument("--steps", type=int, default=10, help="steps of each contender that count (default 10)")
     parser.add_argument("--memory", action="store_true", help="also the memory of each contender, in ranks of its own")
     parser.add_argument("--units", action="store_true", help=f"only Python's time per unit, on {UNITS} tiny ones")
+    parser.add_argument("--checkpoint", action="store_true", help="only saving and loading, on the first backend")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a collective may take (default 300)")
@@ -161,6 +162,15 @@ def _rank(options: argparse.Namespace, launcher: str, field: Field) -> int:
         return 0
     machine = described.machine(options.started_by or launcher, "")
     say = _console() if sync.rank == 0 else Console(quiet=True)
+    if options.checkpoint:
+        saved: dict[str, Any] = {}
+        for model in options.models:
+            times, behind = checkpoint.run(model, options.backends[0], field, sync, options.steps)
+            say.print(checkpoint.table(model, sync.world_size, times, behind))
+            saved[model] = {"times": [row._asdict() for row in times], "step": behind._asdict()}
+        if sync.rank == 0 and options.json:
+            _write(options.json, {**report.document(_after(machine)), "checkpoint": saved})
+        return 0
     rows: list[report.Row] = []
     for model in options.models:
         contenders = [field.contender(name, SHAPES[model], sync) for name in options.contenders]

@@ -79,7 +79,7 @@ class Field:
         if name == APART:
             return Contender(name, stepper(model))
         if name in TORCH or name in DEEPSPEED:
-            self._group(sync)
+            self.group(sync)
         if name in TORCH:
             return Contender(name, stepper(TORCH[name](model, list(model.blocks))))
         if name in DEEPSPEED:
@@ -89,7 +89,8 @@ class Field:
         fully_shard(model, comm, stage=int(stage), units=[Block] if stage == "3" else None)
         return Contender(name, stepper(model), comm)
 
-    def _group(self, sync: Communicator) -> None:
+    def group(self, sync: Communicator) -> None:
+        """Have torch's default process group. Collective."""
         if not self._grouped:
             folder = self._exits.enter_context(_folder(sync))
             self._exits.enter_context(torch_parts.process_group(sync.rank, sync.world_size, f"{folder}/meeting"))
@@ -103,9 +104,9 @@ def _folder(sync: Communicator) -> Iterator[Path]:
         yield Path(sync.broadcast_object(mine, 0))
 
 
-def stepper(model: nn.Module) -> Step:
-    """Forward, backward and AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Step:
+    """Forward, backward and AdamW, or the optimizer that is given."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), fused=True)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -46,3 +49,16 @@ def fsdp2(model: nn.Module, units: Sequence[nn.Module]) -> nn.Module:
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh)
     return model
+
+
+def save_distributed(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """A distributed checkpoint of both."""
+    weights, state = get_state_dict(model, optimizer)
+    state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def load_distributed(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Both from a distributed checkpoint."""
+    weights, state = get_state_dict(model, optimizer)
+    state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)

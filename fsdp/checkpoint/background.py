@@ -41,6 +41,11 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="fsdp-save")
         self._thread.start()
 
+    @property
+    def writes(self) -> bool:
+        """Whether the thread is at work."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own
             with contextlib.suppress(OSError):

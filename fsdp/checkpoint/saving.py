@@ -43,6 +43,11 @@ class Saving:
         return self._result
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank's thread is at work."""
+        return isinstance(self._result, Background) and self._result.writes
+
+    @property
     def under_way(self) -> bool:
         """Whether nobody has waited for it yet."""
         return isinstance(self._result, Background)

@@ -89,6 +89,7 @@ def test_an_export_is_what_other_tools_open(limit: int, tmp_path: Path) -> None:
         assert all(torch.equal(own["state"][index_][key], value) for key, value in values.items())
 
 
+@pytest.mark.full
 def test_transformers_opens_an_export(tmp_path: Path) -> None:
     transformers = importlib.import_module("transformers")
     settings = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16)
