@@ -119,7 +119,6 @@ def check_collective_mismatch(comm: Communicator, case: Case) -> None:
         (_different_sizes, (few, many)),
         (_different_sizes, (many, few)),
         (_different_operations, (many, few)),
-        (_different_roots, (few, few)),
     ):
         group = comm.split(0)
         assert group is not None
@@ -147,10 +146,6 @@ def _different_operations(group: Communicator, tensor: torch.Tensor, numel: int)
         group.all_gather(tensor, tensor[group.rank * numel :][:numel], timeout=_SHORT)
     else:
         group.reduce_scatter(tensor[:numel], tensor, timeout=_SHORT)
-
-
-def _different_roots(group: Communicator, tensor: torch.Tensor, numel: int) -> None:
-    group.broadcast(tensor[:10_000].fill_(1.0), 0 if group.rank == 0 else group.world_size - 1, timeout=_SHORT)
 
 
 def check_abort(comm: Communicator, case: Case) -> None:
