@@ -53,6 +53,7 @@ _KNOWN = {
 _PLAIN = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): lambda *_: None,
+    ("builtins", "getattr"): lambda *_: None,  # so some versions of Python pickle a member of an enum: a memory format
     ("collections", "OrderedDict"): OrderedDict,
     **{(m, n): PurePosixPath for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "PurePosixPath")},
 }
