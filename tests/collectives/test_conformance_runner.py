@@ -77,6 +77,7 @@ def gloo(path: str, world_size: int, rank: int) -> GlooBackend:
     return create_gloo(Bootstrap(info, torch.device("cpu"), 30.0, lambda: store))
 
 
+@pytest.mark.full
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
     def factory(world_size: int) -> functools.partial[GlooBackend]:
         return functools.partial(gloo, str(tmp_path / "store"), world_size)

@@ -83,6 +83,7 @@ def number(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
 
 
+@pytest.mark.full
 def test_a_process_alone_is_killed(tmp_path: Path) -> None:
     chance = random.Random(3)
     context = multiprocessing.get_context("forkserver")

@@ -115,7 +115,7 @@ def every_mode(comm: Communicator, steps: int, stage: int, dtype: torch.dtype | 
 @pytest.mark.parametrize(
     ("world_size", "stage", "dtype", "steps"),
     [
-        (2, 3, None, 40),
+        (2, 3, None, 20),
         *(
             pytest.param(*case, 200, marks=pytest.mark.full)
             for case in [(2, 3, None), (3, 3, torch.bfloat16), (2, 2, None)]

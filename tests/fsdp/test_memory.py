@@ -79,9 +79,11 @@ def held_at_rest(comm: Communicator, strategy: str | int, units: Any) -> int:
     return held[3] - held[2]
 
 
-PLAIN = {(1, 3, "units"), (2, "ddp", "whole"), (2, 3, "units")}
+PLAIN = {(1, "ddp", "whole"), (2, 3, "units")}
 FULL = {
-    (1, "ddp", "whole"),
+    (1, 3, "units"),
+    (2, "ddp", "whole"),
+    (2, 1, "units"),
     (2, 2, "units"),
     (2, 0, "units"),
     *((4, n, "units") for n in (0, 1, 2, 3)),

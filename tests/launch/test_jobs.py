@@ -70,7 +70,7 @@ def check_job(process: subprocess.Popen[str], n: int = 2, times: int = 1) -> lis
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [
-        ("launch", "gloo"),
+        FULL("launch", "gloo"),
         FULL("mpirun", "gloo"),
         FULL("mpirun", "ring+mpi"),
         FULL("torchrun", "gloo"),
