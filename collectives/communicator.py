@@ -1,7 +1,7 @@
 """The public calls. Each checks its arguments once, then starts an operation.
 
 What an argument must be stands in ``arguments.py``, what travels in ``collective.py``, how operations are started in
-``endpoint.py`` and how they come to their end in ``operation.py``.
+``endpoint.py`` and how they come to their end in ``operation.py`` and ``progress.py``.
 """
 
 from __future__ import annotations

@@ -19,10 +19,13 @@ from collectives.backend import Backend, Pending
 from collectives.capabilities import Key, Support, capabilities
 from collectives.collective import NATIVE, Algorithm, Collective
 from collectives.control import Control
+from collectives.engine import Engine
 from collectives.errors import CommClosedError, CommError
 from collectives.fork import generation
 from collectives.messages import Message
-from collectives.operation import DONE, Engine, Operation, Polling, Progress
+from collectives.operation import DONE, Operation
+from collectives.polling import Polling
+from collectives.progress import Progress
 from collectives.schedules.executor import Post, Posted, Scratch
 from collectives.schedules.round import Schedule
 from collectives.selection import Selection, Table
