@@ -132,7 +132,8 @@ class Endpoint:
             return
         try:
             for work in self._progress.pending:
-                work.wait()
+                if self._progress.failure is None:  # else whoever waits for the work is told, not who closes
+                    work.wait()
         finally:
             self._closed = True
             for child in self._children:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from collectives.backend import Pending
 from collectives.control import Control
 from collectives.errors import CommError, CommTimeoutError
-from collectives.interrupts import Interrupts
+from collectives.interrupts import Interrupts, join
 from collectives.operation import Operation
 from collectives.progress import Progress
 
@@ -25,6 +25,7 @@ class Engine(Progress):
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._unfinished: list[Operation] = []
         self._started = False
+        self._threads: list[threading.Thread] = []
         self._interrupts = Interrupts()
 
     @property
@@ -47,7 +48,9 @@ class Engine(Progress):
                 self._spawn(self._run)
 
     def _spawn(self, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, name=f"collectives engine {self.name}", daemon=True).start()
+        thread = threading.Thread(target=target, name=f"collectives engine {self.name}", daemon=True)
+        thread.start()
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:
@@ -118,4 +121,5 @@ class Engine(Progress):
     def close(self) -> None:
         super().close()
         self._queue.put(None)
+        join(self._threads)
         self._interrupts.close()

@@ -1,4 +1,4 @@
-"""Ctrl-C while the main thread waits inside a library that does not look at signals.
+"""Threads that are inside a library when the program wants to stop, by Ctrl-C or because it has come to its end.
 
 Python runs a signal's handler on the main thread, between two instructions of its own, so never while that thread
 waits in a library. But the signal's number can be written to a pipe at once, and another thread that reads it can make
@@ -11,7 +11,20 @@ import contextlib
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterable
 from types import TracebackType
+
+
+def join(threads: Iterable[threading.Thread]) -> None:
+    """Let threads that have nothing left to do come to their end, within a second in all.
+
+    One that the interpreter's end meets inside a C++ library takes the whole process with it ("terminate called").
+    """
+    deadline = time.monotonic() + 1.0
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Interrupts:

@@ -26,6 +26,7 @@ from collectives.backends.shared_buffer import clear as clear_header
 from collectives.backends.signals import Signals, clear
 from collectives.backends.team import Call, Combine, Steps, Team, describe, footprint
 from collectives.errors import CommTimeoutError, UnsupportedError
+from collectives.interrupts import join
 from collectives.schedules.arithmetic import check_reducible
 from collectives.schedules.executor import Posted
 from collectives.types import P2P, ReduceOp
@@ -144,6 +145,7 @@ class _Waiters:
 
     def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -152,7 +154,9 @@ class _Waiters:
             jobs = self._idle.pop() if self._idle else None
         if jobs is None:
             jobs = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(jobs,), name="collectives shm waiter", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(jobs,), name="collectives shm waiter", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         jobs.put(job)
 
     def _serve(self, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -170,6 +174,7 @@ class _Waiters:
             for jobs in self._idle:
                 jobs.put(None)
             self._idle.clear()
+        join(self._threads)
 
 
 class ShmBackend(Backend):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ import collectives
 from collectives import P2P, Communicator, ReduceOp
 from collectives.backend import Backend, Bootstrap
 from collectives.backends.torch_dist import create_gloo, create_nccl, local_store, open_store, store_port
+from collectives.engine import Engine
 from collectives.errors import CommError, CommTimeoutError, PeerLostError, RendezvousError, UnsupportedError
+from collectives.operation import Operation
 from collectives.types import RankInfo
 from tests.collectives import seam
 from tests.ranks import run_ranks
@@ -215,3 +218,35 @@ def test_nccl_without_a_gpu_says_what_to_do() -> None:
     bootstrap = Bootstrap(RankInfo(), torch.device("cpu"), 5.0, local_store)
     with pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*use backend 'gloo'"):
         create_nccl(bootstrap)
+
+
+def law_no_thread_is_left(comm: Communicator) -> list[str]:
+    """After asynchronous collectives and polled messages on a group that is closed."""
+    before = set(threading.enumerate())
+    group = comm.split(0)
+    assert group is not None
+    block = Engine._block
+
+    def slow(engine: Engine, operation: Operation) -> None:
+        block(engine, operation)
+        time.sleep(0.1)  # done, but still on the way back
+
+    with mock.patch.object(Engine, "_block", slow):
+        return _threads_left(group, before)
+
+
+def _threads_left(group: Communicator, before: set[threading.Thread]) -> list[str]:
+    works = [group.all_reduce(torch.ones(300_000), async_op=True) for _ in range(3)]
+    peer = 1 - group.rank
+    messages = [P2P.send(torch.ones(5), peer), P2P.recv(torch.ones(5), peer)]
+    works.append(group.exchange(messages, async_op=True))
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    group.close()
+    return [thread.name for thread in set(threading.enumerate()) - before]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ring+gloo", "shm+gloo"])
+def test_closing_leaves_no_thread(backend: str) -> None:
+    """The interpreter's end would meet it inside a library, and abort."""
+    assert run_ranks(law_no_thread_is_left, world_size=2, backend=backend) == [[], []]
