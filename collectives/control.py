@@ -231,6 +231,7 @@ class Control:
         self._reported: dict[str, tuple[int, float]] = {}
         self._answers: dict[str, Note] = {}
         self._asked: dict[str, float] = {}  # group to when it last asked about messages
+        self._closing = False
         self._closed = False
         self._generation = generation()
         atexit.register(self._at_exit)
@@ -265,9 +266,9 @@ class Control:
 
     def close(self) -> None:
         """Say goodbye."""
-        if self._closed or generation() != self._generation:
+        if self._closing or generation() != self._generation:
             return
-        self._closed = True
+        self._closing = True
         atexit.unregister(self._at_exit)
         # Of a collective that this rank began and did not finish, the others miss its part.
         waiting = {group.name: group.waiting() for group in self.groups}
@@ -276,6 +277,7 @@ class Control:
             for group in self.groups
         }
         self._lines.send(note="bye", calls=calls)
+        self._closed = True  # not before: the thread then closes the socket
         with contextlib.suppress(OSError):
             self._lines.sock.shutdown(socket.SHUT_WR)
         # The hub closes its end in return. A thread that the interpreter's end meets inside a library ends in abort().

@@ -76,6 +76,8 @@ class Operation(Work):
         return self.done
 
     def exception(self) -> BaseException | None:
+        if not self.done:
+            return self.progress.failure  # of which every pending operation is told, but one after another
         return self.error
 
     def advance(self, looks: int = 1) -> bool:

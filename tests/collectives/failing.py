@@ -89,6 +89,7 @@ def main(how: str, when: str, backend: str, victim: int, folder: Path) -> None:
             "rank": getattr(error, "rank", None),
             "text": str(error),
             "named": victim if group is comm else comm.world_size - 1 - victim,
+            "refused": isinstance(raised, CommClosedError),
             "pending": [type(work.exception()).__name__ for work in works],
         }
         (folder / f"rank{comm.rank}.part").write_text(json.dumps(note))

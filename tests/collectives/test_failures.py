@@ -143,7 +143,7 @@ def check_notes(how: str, victim: int, folder: Path, output: str, all_live: bool
         ended = [error for error in note["pending"] if error != "NoneType"]  # what the victim began may be complete
         assert note["pending"][-len(ended) or len(note["pending"]) :] == ended, note
         assert set(ended) <= {"PeerLostError", "CommTimeoutError"}, note
-        assert ended or not note["pending"], note
+        assert ended or not note["pending"] or note["refused"], note
         assert note["seen"] - death < limit, note
     if how == "raise":
         assert "ArithmeticError: the first failure" in output

@@ -1,0 +1,99 @@
+"""What the control plane and the failure of a communicator promise whichever thread comes first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives import Communicator
+from collectives.control import Control, Waiting, _Lines
+from collectives.errors import CommError
+from collectives.messages import Ledger, Message
+
+
+class Group:
+    """A communicator of which only the end matters."""
+
+    name = ""
+    members: Sequence[int] = (0, 1)
+    calls = 0
+    ledger = Ledger()
+
+    def __init__(self) -> None:
+        self.errors: list[CommError] = []
+
+    def waiting(self) -> Waiting | None:
+        return None
+
+    def awaits(self, member: int) -> bool:
+        return False
+
+    def late_messages(self, now: float) -> list[Message]:
+        return []
+
+    def end(self, error: CommError) -> None:
+        self.errors.append(error)
+
+    def look(self) -> None:
+        return
+
+    def settle(self, seconds: float) -> None:
+        return
+
+
+def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads must not close the socket between close() and its note."""
+    send = _Lines.send
+
+    def slowly(lines: _Lines, **note: Any) -> None:
+        if note.get("note") == "bye":
+            time.sleep(0.3)
+        send(lines, **note)
+
+    told: list[bytes] = []
+    there = threading.Event()
+
+    def share(data: bytes | None) -> bytes:
+        if data is not None:
+            told.append(data)
+            there.set()
+        assert there.wait(10)
+        return told[0]
+
+    group = Group()
+    first = Control(0, 2, share, "127.0.0.1", 10.0)
+    second = Control(1, 2, share, "127.0.0.1", 10.0)
+    first.watch(group)
+    second.watch(Group())
+    monkeypatch.setattr(_Lines, "send", slowly)
+    second.close()
+    deadline = time.monotonic() + 10
+    while (1, "") not in first._left and not group.errors and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.close()
+    assert not group.errors
+
+
+def law_pending_works_have_failed(comm: Communicator) -> None:
+    group = comm.split(0)
+    assert group is not None
+    if comm.rank == 0:
+        progress, seen = group._progress, list[BaseException | None]()
+        work = group.all_reduce(torch.ones(100_000), async_op=True)
+        progress._kill = lambda kill=progress._kill: (seen.append(work.exception()), kill())  # type: ignore[assignment, misc]
+        group.abort("enough")
+        assert [type(error) for error in seen] == [CommError]
+        assert work.exception() is seen[0]
+    comm.barrier()
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_pending_works_have_failed_once_the_communicator_has(backend: str) -> None:
+    """Who learns of the failure from another call asks the work next, while the transport is still being closed."""
+    collectives.run(law_pending_works_have_failed, n=2, backend=backend)
