@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from collectives.errors import UnsupportedError
+from fsdp.param_group import ParamGroup
 from fsdp.unit import Unit, find_unit
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, torch.Tensor]:
     """What ``model.state_dict()`` would be on one process: whole tensors, original names, in the original order.
 
-    Collective. One group of parameters is gathered at a time.
+    Collective. One group of parameters is gathered at a time, so one unit is all the memory beside the result.
 
     Args:
         model: the wrapped model.
@@ -38,9 +39,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
     for unit in units:
         for group in unit.own_groups:
             if group.strategy.shards:
-                for parameter, value in group.gather_values():
-                    if keeps:
-                        whole[id(parameter)] = value.clone() if not cpu else value.to("cpu", copy=True)
+                whole.update(_copies(group, keeps, cpu))
     if not keeps:
         return {}
     copies: dict[int, Any] = {}
@@ -52,6 +51,12 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
                 whole[id(value)] if id(value) in whole else value.detach().to("cpu" if cpu else value.device, copy=True)
             )
     return {name: copies[id(value)] for name, value in entries.items()}
+
+
+def _copies(group: ParamGroup, keeps: bool, cpu: bool) -> dict[int, torch.Tensor]:
+    """Whole values by their parameters' ids, if this rank ``keeps`` them. What was gathered is freed on return."""
+    values = group.gather_values()
+    return {id(p): value.to("cpu", copy=True) if cpu else value.clone() for p, value in values if keeps}
 
 
 def refuse_plain_state_dict(unit: Unit, module: nn.Module) -> None:

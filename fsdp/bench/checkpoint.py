@@ -1,4 +1,4 @@
-"""Saving and loading: ours, plain safetensors files of the same bytes, and torch's distributed checkpoints.
+"""Saving and loading: ours, plain safetensors files of the same bytes, torch's distributed checkpoints, DeepSpeed's.
 
 Every process writes and reads what it owns of one model with AdamW: 12 bytes a parameter over all ranks. Plain files
 are written by ``safetensors.torch.save_file``, each process its shards, and loaded into the same tensors; once as they
@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 
 import fsdp
 from collectives import Communicator
-from fsdp.bench import torch_parts
+from fsdp.bench import deepspeed_parts, torch_parts
 from fsdp.bench.contenders import Field, stepper
 from fsdp.bench.measure import batch
 from fsdp.bench.models import GPT, SHAPES, Block
 
-OURS, PLAIN, SYNCED, DCP = "ours", "safetensors", "safetensors, fsync", "torch DCP"
+OURS, PLAIN, SYNCED, DCP, DEEPSPEED = "ours", "safetensors", "safetensors, fsync", "torch DCP", "deepspeed-3"
 
 
 class Times(NamedTuple):
@@ -90,6 +90,11 @@ def run(model: str, backend: str, field: Field, sync: Communicator, rounds: int)
             lambda path: torch_parts.load_distributed(theirs, their_optimizer, path),
         )
     )
+    if deepspeed_parts.installed():
+        torch.manual_seed(0)
+        zero = deepspeed_parts.engine(GPT(shape), 3, shape.rows, sync.world_size)
+        zero.step(batch(shape, sync.rank, 0))
+        contenders.append(_Contender(DEEPSPEED, zero.save, zero.load))
     with _folder(sync) as folder:
         times = [_measure(contender, folder, sync, rounds) for contender in contenders]
         behind = _behind(lambda n: step(batch(shape, sync.rank, n)), net, optimizer, folder, sync, rounds)

@@ -83,7 +83,7 @@ class Field:
         if name in TORCH:
             return Contender(name, stepper(TORCH[name](model, list(model.blocks))))
         if name in DEEPSPEED:
-            return Contender(name, deepspeed_parts.trainer(model, DEEPSPEED[name], shape.rows, sync.world_size))
+            return Contender(name, deepspeed_parts.engine(model, DEEPSPEED[name], shape.rows, sync.world_size).step)
         backend, _, stage = name.rpartition(":")
         comm = self.communicator(backend)
         fully_shard(model, comm, stage=int(stage), units=[Block] if stage == "3" else None)

@@ -7,6 +7,8 @@ import importlib.util
 import logging
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +20,16 @@ def installed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def trainer(model: nn.Module, stage: int, rows: int, world_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One training step over torch's default process group: ids in, loss out."""
+class Engine(NamedTuple):
+    """``step``: one training step, ids in, loss out; ``save`` and ``load``: a checkpoint in a folder. Collective."""
+
+    step: Callable[[torch.Tensor], torch.Tensor]
+    save: Callable[[Path], object]
+    load: Callable[[Path], object]
+
+
+def engine(model: nn.Module, stage: int, rows: int, world_size: int) -> Engine:
+    """ZeRO with AdamW over torch's default process group."""
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names that it uses
@@ -33,12 +43,16 @@ def trainer(model: nn.Module, stage: int, rows: int, world_size: int) -> Callabl
         "steps_per_print": 10**9,
     }
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    trained, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = engine(ids)
-        engine.backward(loss)
-        engine.step()
+        loss: torch.Tensor = trained(ids)
+        trained.backward(loss)
+        trained.step()
         return loss
 
-    return step
+    return Engine(
+        step,
+        lambda path: trained.save_checkpoint(str(path), tag="saved"),
+        lambda path: trained.load_checkpoint(str(path), tag="saved"),
+    )

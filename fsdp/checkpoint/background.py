@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives import CommError
 from fsdp.checkpoint import directory
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.ranks import Ranks, describe
@@ -23,8 +24,9 @@ from fsdp.checkpoint.snapshot import Snapshot, join
 
 NOTE = "done-{:05d}.json"
 INTERVAL = 0.05  # seconds between looks for notes
-NICENESS = 10  # of the thread: training comes first
+NICENESS = 19  # of the thread: training comes first
 PATIENCE = 600.0  # seconds that rank 0 waits for the others' notes
+AFTERWARDS = 60.0  # seconds of that, once the program has ended: nobody may be left to write them
 
 
 class Background:
@@ -71,7 +73,10 @@ class Background:
         """What every rank wrote, when all have."""
         notes = [self._partial / NOTE.format(rank) for rank in range(self._world_size)]
         deadline = time.monotonic() + PATIENCE
+        goes_on = True
         while missing := [note for note in notes if not note.exists()]:
+            if goes_on and not threading.main_thread().is_alive():
+                goes_on, deadline = False, min(deadline, time.monotonic() + AFTERWARDS)
             if self._given_up.wait(INTERVAL) or time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{missing[0]}: expected this note of a rank that has written its part; found none"
@@ -87,7 +92,11 @@ class Background:
     def finish(self, ranks: Ranks) -> Path:
         """The checkpoint's folder. Collective. Raises ``CheckpointError`` on every rank where one failed."""
         self._written.wait()
-        own = ranks.gather(self._error)
+        try:
+            own = ranks.gather(self._error)
+        except CommError:  # whoever was lost leaves no note
+            self._given_up.set()
+            raise
         failure = next((error for error in own if error is not None), None)
         if failure is not None:
             self._given_up.set()

@@ -1,8 +1,8 @@
-"""The model in a checkpoint of torch's distributed checkpointing, read without torch.distributed and without ranks.
+"""Model and optimizer in a checkpoint of torch's distributed checkpointing, read without torch.distributed or ranks.
 
 Such a folder has a pickled index, ``.metadata``, and files of tensors as torch.save writes them one after another. The
 index is read with an unpickler that knows the index's own classes by name, and builds plain records in their place;
-any other class is refused, so nothing in the file can run.
+any other class is refused, so nothing in the file can run, unless whoever opens it trusts it.
 
 Source: the classes of torch.distributed.checkpoint.metadata and .filesystem.
 """
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from fsdp.checkpoint.errors import CheckpointError
-from fsdp.checkpoint.sources import Source, Tensor
+from fsdp.checkpoint.sources import OptimizerState, Source, Stored, Tensor
 from fsdp.checkpoint.tensor_file import read_into
 
 METADATA = ".metadata"
+_STATE, _GROUPS = "state", "param_groups"  # of an optimizer
 _PREFIXES = ("model.", "app.model.", "state_dict.model.", "state.model.")  # of weights beside an optimizer's state
 
 
@@ -60,6 +61,8 @@ _PLAIN = {
 
 
 class _Unpickler(pickle.Unpickler):
+    trusts = False
+
     def find_class(self, module: str, name: str) -> Any:
         part = module.removeprefix(_TORCH)
         if module.startswith(_TORCH) and name in _KNOWN.get(part, ()):
@@ -69,18 +72,21 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
+        if self.trusts:
+            return super().find_class(module, name)
         raise CheckpointError(
             f"{METADATA}: expected the classes of a torch distributed checkpoint, found {module}.{name}, which is "
-            "refused; load the checkpoint with torch and save its model as safetensors"
+            "refused. If you trust who wrote it with this machine: trust_pickle=True, or --trust-pickle"
         )
 
 
 class DcpSource(Source):
     """The tensors of such a folder. Names lose a prefix such as ``model.``, where the weights have one in common."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trust_pickle: bool = False) -> None:
         self.path = path
-        index = _metadata(path / METADATA)
+        self._weights_only = not trust_pickle
+        index = _metadata(path / METADATA, trust_pickle)
         try:
             self._read_index(index)
         except (AttributeError, TypeError, IndexError, KeyError) as error:
@@ -89,33 +95,59 @@ class DcpSource(Source):
             ) from error
 
     def _read_index(self, index: Any) -> None:
-        found = {
-            name: entry for name, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")
-        }  # the others are pickled objects
+        self._entries: dict[str, Any] = index.state_dict_metadata
+        places = {name: place for name, path in (index.planner_data or {}).items() if (place := _place(path))}
+        self._optimizer = {name: place for name, place in places.items() if name in self._entries}
+        found = [name for name, entry in self._entries.items() if hasattr(entry, "chunks") and name not in places]
         prefix = next((p for p in _PREFIXES if any(name.startswith(p) for name in found)), "")
         if any("optim" not in name.split(".")[0] and not name.startswith(prefix) for name in found):
             prefix = ""
         self._full = {name.removeprefix(prefix): name for name in found if name.startswith(prefix)}
-        self.tensors = {
-            name: Tensor(found[full].properties.dtype, tuple(found[full].size)) for name, full in self._full.items()
-        }
-        self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
-        places = {
+        self.tensors = {name: self._tensor(full) for name, full in self._full.items()}
+        self._places = {
             (key.fqn, None if getattr(key, "offset", None) is None else tuple(key.offset)): info
             for key, info in index.storage_data.items()
         }
-        for full in self._full.values():
+        self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
+        for full, entry in self._entries.items():
             self._chunks[full] = []
-            for chunk in found[full].chunks:
+            for chunk in getattr(entry, "chunks", ()):
                 offsets = tuple(chunk.offsets)
-                info = places.get((full, offsets)) or places[full, None]
+                info = self._places.get((full, offsets)) or self._places[full, None]
                 self._chunks[full].append((offsets, tuple(chunk.sizes), info))
 
+    def _tensor(self, full: str) -> Tensor:
+        return Tensor(self._entries[full].properties.dtype, tuple(self._entries[full].size))
+
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        dtype, shape = self.tensors[name]
+        return self._read(self._full[name], start, numel)
+
+    def optimizer(self) -> OptimizerState:
+        state: dict[str | int, dict[str, Any]] = {}
+        groups: dict[str | int, dict[str, Any]] = {}
+        for full, (kind, owner, key) in self._optimizer.items():
+            row = (state if kind == _STATE else groups).setdefault(owner, {})
+            row[key] = self._stored(full) if hasattr(self._entries[full], "chunks") else self._object(full)
+        if not groups:
+            return super().optimizer()
+        # Where torch was asked to flatten the state, options are listed by parameter.
+        return OptimizerState([{"params": [owner], **options} for owner, options in groups.items()], state)
+
+    def _stored(self, full: str) -> Stored:
+        return Stored(self._tensor(full).shape, lambda start, numel: self._read(full, start, numel))
+
+    def _object(self, full: str) -> Any:
+        path, contents = self._bytes(self._places[full, None])
+        try:
+            return torch.load(contents, map_location="cpu", weights_only=self._weights_only)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{path}: expected a plain value for {full!r}, found {error}") from error
+
+    def _read(self, full: str, start: int, numel: int) -> torch.Tensor:
+        dtype, shape = self._tensor(full)
         result = torch.empty(numel, dtype=dtype)
         whole = None
-        for offsets, sizes, info in self._chunks[self._full[name]]:
+        for offsets, sizes, info in self._chunks[full]:
             if 0 in sizes:
                 continue
             if sizes[1:] == shape[1:]:  # rows that lie one after another
@@ -133,6 +165,16 @@ class DcpSource(Source):
         return result if whole is None else whole.reshape(-1)[start : start + numel].clone()
 
     def _load(self, info: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        path, contents = self._bytes(info)
+        tensor = torch.load(contents, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes or tensor.dtype != dtype:
+            raise CheckpointError(
+                f"{path}: expected a tensor of {sizes}, {dtype}, at byte {info.offset}; found another"
+            )
+        return tensor.detach()
+
+    def _bytes(self, info: Any) -> tuple[Path, io.BytesIO]:
+        """A file's name and what the index says is at a place in it."""
         if os.path.basename(info.relative_path) != info.relative_path:
             raise CheckpointError(
                 f"{self.path / METADATA}: expected plain names of files, found {info.relative_path!r}"
@@ -147,17 +189,28 @@ class DcpSource(Source):
             read_into(fd, path, info.offset, torch.frombuffer(buffer, dtype=torch.uint8).numpy())
         finally:
             os.close(fd)
-        tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes or tensor.dtype != dtype:
-            raise CheckpointError(
-                f"{path}: expected a tensor of {sizes}, {dtype}, at byte {info.offset}; found another"
-            )
-        return tensor.detach()
+        return path, io.BytesIO(buffer)
 
 
-def _metadata(path: Path) -> Any:
+def _place(path: tuple[str | int, ...]) -> tuple[str, str | int, str] | None:
+    """Of an entry of an optimizer: whether it is state or an option, of which parameter or group, and its key."""
+    for i in range(1, len(path)):
+        if not any("optim" in str(part).lower() for part in path[:i]):
+            continue
+        if path[i] in (_STATE, _GROUPS) and len(path) == i + 3:
+            return str(path[i]), path[i + 1], str(path[i + 2])
+        kind, _, rest = str(path[i]).partition(".")
+        if kind in (_STATE, _GROUPS) and "." in rest and len(path) == i + 1:
+            owner, _, key = rest.rpartition(".")
+            return kind, owner, key
+    return None
+
+
+def _metadata(path: Path, trust_pickle: bool) -> Any:
     with open(path, "rb") as file:
+        unpickler = _Unpickler(file)
+        unpickler.trusts = trust_pickle
         try:
-            return _Unpickler(file).load()
+            return unpickler.load()
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{path}: expected a pickled index, found {error!r}") from error

@@ -84,7 +84,11 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     folder = Path(path)
     if (folder / manifests.NAME).exists():
         return folder if is_complete(folder) else None
-    return next((found for found in reversed(steps(folder)) if is_complete(found)), None)
+    while True:
+        there = steps(folder)
+        found = next((path for path in reversed(there) if is_complete(path)), None)
+        if found is not None or all(path.exists() for path in there):
+            return found  # otherwise a run that goes on has replaced what was listed
 
 
 def resolve(path: Path) -> Path:
@@ -99,9 +103,15 @@ def resolve(path: Path) -> Path:
 
 def begin(run: Path, step: int) -> Path:
     """A new folder to write a checkpoint into."""
-    run.mkdir(parents=True, exist_ok=True)
     partial = run / f"{_PARTIAL}step-{step:010d}-{secrets.token_hex(4)}"
-    partial.mkdir()
+    try:
+        partial.mkdir()
+    except FileNotFoundError:
+        new = [folder for folder in (run, *run.parents) if not folder.exists()]
+        run.mkdir(parents=True, exist_ok=True)
+        for folder in new:
+            sync_folder(folder.parent)
+        partial.mkdir()
     return partial
 
 
@@ -138,6 +148,13 @@ def sync_folder(folder: Path) -> None:
 def tidy(newest: Path, keep: int | None) -> None:
     """Delete what ``newest`` makes superfluous: partial folders, an earlier save of its step, and with ``keep`` all
     complete checkpoints but so many. ``newest`` always stays. What cannot be deleted is logged, and stays."""
+    try:
+        _tidy(newest, keep)
+    except OSError as error:
+        _log.warning("cannot look for what to delete in %s: %s", newest.parent, error)
+
+
+def _tidy(newest: Path, keep: int | None) -> None:
     run = newest.parent
     doomed = [path for path in steps(run) if path != newest and _step(path) == _step(newest)]
     if keep is not None:

@@ -6,18 +6,14 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp.checkpoint import manifest as manifests
 from fsdp.checkpoint import tensor_file
 from fsdp.checkpoint.directory import sync_folder
-from fsdp.checkpoint.errors import CheckpointError
-from fsdp.checkpoint.sources import CheckpointSource, Source, open_source
-from fsdp.checkpoint.values import decode
+from fsdp.checkpoint.sources import Source, Stored, open_source
 
 MAX_SHARD = 5 * 10**9  # bytes of one file; hubs refuse much larger ones
 MODEL, INDEX, OPTIMIZER = "model.safetensors", "model.safetensors.index.json", "optimizer.pt"
@@ -114,33 +110,15 @@ def _replace(path: Path, write: Any) -> Path:
 
 def optimizer_state_dict(source: Source) -> dict[str, Any]:
     """The optimizer's state in a checkpoint, as the ``state_dict()`` that one process has; parameters by number."""
-    if not isinstance(source, CheckpointSource) or source.manifest.optimizer is None:
-        raise CheckpointError("expected a checkpoint with an optimizer, found none; save(path, model, optimizer, ...)")
-    manifest, saved = source.manifest, source.manifest.optimizer
-    families = {f.removeprefix(manifests.OPTIMIZER): f for f in manifest.tensors if f.startswith(manifests.OPTIMIZER)}
-
-    def fetch(key: str) -> torch.Tensor:
-        return source.read_stored(manifests.VALUES, key).view(manifest.family(manifests.VALUES)[key].shape)
-
+    found = source.optimizer()
     state: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0
-    for group in saved["groups"]:
+    for group in found.groups:
         numbers = list(range(number, number + len(group["params"])))
         number += len(numbers)
-        groups.append({**decode(group["options"], fetch), "params": numbers})
+        groups.append({**group, "params": numbers})
         for index, name in zip(numbers, group["params"], strict=True):
-            values: dict[str, Any] = {}
-            _put(values, saved["state"].get(name), fetch)
-            for key, family in families.items():
-                if name in manifest.family(family):
-                    stored = manifest.family(family)[name]
-                    values[key] = source.read_stored(family, name).view(stored.shape)
-            if values:
-                state[index] = values
+            if values := found.state.get(name):
+                state[index] = {k: v.whole() if isinstance(v, Stored) else v for k, v in values.items()}
     return {"state": state, "param_groups": groups}
-
-
-def _put(values: dict[str, Any], encoded: Mapping[str, Any] | None, fetch: Any) -> None:
-    if encoded is not None:
-        values.update(decode(encoded, fetch))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp.checkpoint.errors import CheckpointError
-from fsdp.checkpoint.holdings import Holding, Holdings
+from fsdp.checkpoint.holdings import Holding, Holdings, plain_name
 from fsdp.checkpoint.optimizer_state import STEP, NamedState, install, parameter_names
 from fsdp.checkpoint.ranks import Ranks
+from fsdp.checkpoint.saving import wait_for_pending
+from fsdp.checkpoint.sources import OptimizerState, Stored, open_source, torch_load
+
+_NESTED = ("optimizer", "optimizer_state_dict", "optim")  # where training scripts keep it
 
 
 def full_optimizer_state_dict(
@@ -67,49 +74,98 @@ def _join(holding: Holding, part: torch.Tensor | None, ranks: Ranks, keeps: bool
 
 
 def load_full_optimizer_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    trust_pickle: bool = False,
 ) -> None:
-    """Give each rank its part of a plain ``torch.optim`` state dict of whole tensors, of the same parameters in order.
+    """Give each rank its part of whole optimizer state. Collective.
 
     Args:
-        state_dict: on every rank, as ``optimizer.state_dict()`` of one process is, or ``full_optimizer_state_dict``.
+        source: on every rank a ``torch.optim`` state dict, as ``optimizer.state_dict()`` of one process is, or
+            ``full_optimizer_state_dict``; with parameters by number, or by name, as torch's
+            ``get_optimizer_state_dict`` has them. Or the path of such a dict that torch.save wrote, of a torch
+            distributed checkpoint, or of a checkpoint; of these each rank reads its slices. Numbers count the
+            parameters in the order of ``optimizer``, or as ``param_names`` says. Parameters without state start fresh.
+        trust_pickle: see ``load_full_state_dict``.
 
     Raises:
-        CheckpointError: on every rank; the groups hold another number of parameters, or a tensor another shape.
-            The optimizer is as it was.
+        CheckpointError: on every rank; groups hold other parameters, or a tensor has another shape. The optimizer is
+            as it was.
     """
     holdings = Holdings(model)
     ranks = Ranks(holdings.comm)
+    wait_for_pending(model, ranks)
     alike: dict[str, dict[str, torch.Tensor]] = {}
     beside: dict[str, dict[str, Any]] = {}
 
     def cut() -> list[dict[str, Any]]:
-        names = parameter_names(optimizer, holdings)
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        found = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != found:
-            raise CheckpointError(f"optimizer state: expected groups of {sizes} parameters, found {found}")
-        by_number = dict(zip((i for g in state_dict["param_groups"] for i in g["params"]), names.values(), strict=True))
-        for number, values in state_dict["state"].items():
-            holding = holdings.tensors[by_number[number]]
-            beside[holding.name] = {}
+        found = _open(source, trust_pickle)
+        own_names = iter(parameter_names(optimizer, holdings).values())
+        own_groups = [[next(own_names) for _ in group["params"]] for group in optimizer.param_groups]
+        names = _names(found.groups, own_groups, holdings)
+        for parameter, values in found.state.items():
+            if parameter not in names:
+                raise CheckpointError(f"optimizer state: expected that of parameters in its groups, found {parameter}")
+            holding = holdings.tensors[names[parameter]]
+            own = beside.setdefault(holding.name, {})
             for key, value in values.items():
-                if (
-                    key != STEP
-                    and isinstance(value, torch.Tensor)
-                    and (value.numel() > 1 or value.shape == holding.shape)
-                ):
-                    if tuple(value.shape) != holding.shape:
-                        raise CheckpointError(
-                            f"optimizer state {key!r} of {holding.name!r}: expected shape {holding.shape}, found "
-                            f"{tuple(value.shape)}"
-                        )
-                    part = value.reshape(-1)[holding.start : holding.start + holding.tensor.numel()]
-                    alike.setdefault(key, {})[holding.name] = part.clone().view(holding.tensor.shape)
+                shape = value.shape if isinstance(value, (Stored, torch.Tensor)) else None
+                if key == STEP or shape is None or (math.prod(shape) == 1 and tuple(shape) != holding.shape):
+                    own[key] = value.whole() if isinstance(value, Stored) else value
+                elif tuple(shape) != holding.shape:
+                    raise CheckpointError(
+                        f"optimizer state {key!r} of {holding.name!r}: expected shape {holding.shape}, found "
+                        f"{tuple(shape)}"
+                    )
                 else:
-                    beside[holding.name][key] = value
-        return [{**g, "params": [by_number[i] for i in g["params"]]} for g in state_dict["param_groups"]]
+                    part = _part(value, holding.start, holding.tensor.numel())
+                    alike.setdefault(key, {})[holding.name] = part.view(holding.tensor.shape)
+        # How the parameters are called is the optimizer's own.
+        options = [{key: value for key, value in group.items() if key != "param_names"} for group in found.groups]
+        return [{**group, "params": [names[p] for p in group["params"]]} for group in options]
 
     groups = ranks.together(cut)
-    known = set(beside)
+    known = {name for group in groups for name in group["params"]}
     install(optimizer, holdings, alike, beside, groups, lambda name: name if name in known else None)
+
+
+def _open(source: str | os.PathLike[str] | Mapping[str, Any], trust_pickle: bool) -> OptimizerState:
+    if not isinstance(source, Mapping):
+        path = Path(source)
+        if not path.is_file():
+            return open_source(path, trust_pickle).optimizer()
+        source = torch_load(path, trust_pickle)
+        for name in _NESTED:
+            if isinstance(source, Mapping) and "param_groups" not in source:
+                source = source.get(name, source)
+    if not isinstance(source, Mapping) or not {"state", "param_groups"}.issubset(source):
+        raise CheckpointError("optimizer state: expected a dict with 'state' and 'param_groups', found another")
+    return OptimizerState(source["param_groups"], source["state"])
+
+
+def _part(value: Stored | torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    if isinstance(value, Stored):
+        return value.read(start, numel)
+    return value.detach().reshape(-1)[start : start + numel].to("cpu", copy=True)
+
+
+def _names(
+    groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], holdings: Holdings
+) -> dict[str | int, str]:
+    """The model's name of every parameter in ``groups``. ``own``: those in the optimizer's groups, in order."""
+    listed = [parameter for group in groups for parameter in group["params"]]
+    ordered = [name for group in own for name in group]
+    if any(isinstance(parameter, str) for parameter in listed) or all("param_names" in group for group in groups):
+        called = [plain_name(str(name)) for group in groups for name in group.get("param_names", group["params"])]
+        names = [holdings.tied.get(name, name) for name in called]
+        if unknown := sorted({*names}.difference(ordered)):
+            raise CheckpointError(
+                f"optimizer state: expected parameters of this optimizer, found others: {', '.join(unknown)}"
+            )
+        return dict(zip(listed, names, strict=True))
+    sizes, found = [len(group) for group in own], [len(group["params"]) for group in groups]
+    if sizes != found:
+        raise CheckpointError(f"optimizer state: expected groups of {sizes} parameters, found {found}")
+    return dict(zip(listed, ordered, strict=True))

@@ -6,12 +6,14 @@
                  "optimizer.exp_avg": {...}, "values": {...}},
      "tied": {"head.weight": "weight"}, "order": ["weight", ...], "objects": {...}, "optimizer": {...}, "extra": ...}
 
-A part is [number of the file, byte where it begins there, first element of the flattened tensor, elements].
+A part is [number of the file, byte where it begins there, first element of the flattened tensor, elements]. Last comes
+"sha256", of all the text before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -28,6 +30,7 @@ FORMAT = "collectives-fsdp checkpoint"
 VERSION = 1
 MODEL, OPTIMIZER, LIKE, VALUES = "model", "optimizer.", "like.", "values"  # families of tensors
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_SEAL = ', "sha256": "'
 
 
 class Part(NamedTuple):
@@ -109,7 +112,7 @@ class Manifest:
         }
         files = [file._asdict() for file in self.files]
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return json.dumps({"format": FORMAT, "version": VERSION, **fields, "files": files, "tensors": tensors})
+        return seal(json.dumps({"format": FORMAT, "version": VERSION, **fields, "files": files, "tensors": tensors}))
 
     def check(self, where: Path) -> None:
         """Raise ``CheckpointError`` where names, sizes or parts contradict each other."""
@@ -148,6 +151,12 @@ def _wrong(where: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{where}: expected {what}; the manifest is damaged, take another checkpoint")
 
 
+def seal(text: str) -> str:
+    """A JSON object with the checksum of its text as its last member."""
+    before = text[: text.rindex("}")]
+    return f'{before}{_SEAL}{hashlib.sha256(before.encode()).hexdigest()}"}}'
+
+
 def parse(text: str, where: Path) -> Manifest:
     """The manifest in ``text``, read from ``where``, with everything in it checked.
 
@@ -165,6 +174,8 @@ def parse(text: str, where: Path) -> Manifest:
             f"{where}: expected a manifest of version {VERSION}, found {data.get('version')!r}; a newer version of "
             "this package reads newer ones"
         )
+    if text != seal(text.rpartition(_SEAL)[0] + "}"):
+        raise _wrong(where, "its text as it was written, found another")
     try:
         manifest = Manifest(
             step=int(data["step"]),

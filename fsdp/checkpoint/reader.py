@@ -75,22 +75,34 @@ class Reader:
             first = 0  # of the requests that are not done
             for block in blocks:
                 begin = block * BLOCK
-                data = scratch[: min(BLOCK, file.nbytes - begin)]
+                size = min(BLOCK, file.nbytes - begin)
+                while first < len(requests) and requests[first].offset + requests[first].into.size <= begin:
+                    first += 1
+                within = _within(requests, first, begin, size)
+                direct = len(within) == 1 and within[0][1].size == size and within[0][1].ctypes.data % 8 == 0
+                data = within[0][1] if direct else scratch[:size]
                 read_into(fd, path, begin, data)
                 if checksum(data) != file.checksum(block):
                     raise CheckpointError(
-                        f"{path}: expected bytes {begin} to {begin + data.size} as they were written, found others; "
+                        f"{path}: expected bytes {begin} to {begin + size} as they were written, found others; "
                         "the file is damaged, take another checkpoint"
                     )
-                while first < len(requests) and requests[first].offset + requests[first].into.size <= begin:
-                    first += 1
-                for offset, into in requests[first:]:
-                    if offset >= begin + data.size:
-                        break
-                    a, b = max(offset, begin), min(offset + into.size, begin + data.size)
-                    into[a - offset : b - offset] = data[a - begin : b - begin]
+                if not direct:
+                    for at, into in within:
+                        into[:] = data[at : at + into.size]
         except OSError as error:
             error.filename = error.filename or str(path)
             raise
         finally:
             os.close(fd)
+
+
+def _within(requests: Sequence[_Request], first: int, begin: int, size: int) -> list[tuple[int, Bytes]]:
+    """What requests from the ``first`` on want of the ``size`` bytes at ``begin``: where in them, and its place."""
+    found = []
+    while first < len(requests) and requests[first].offset < begin + size:
+        offset, into = requests[first]
+        a, b = max(offset, begin), min(offset + into.size, begin + size)
+        found.append((a - begin, into[a - offset : b - offset]))
+        first += 1
+    return found

@@ -99,10 +99,16 @@ def save(
     if len(set(asked)) > 1:
         raise ValueError(f"save: expected the same arguments of all ranks, found {asked}")
     run = Path(path)
-    snapshot = ranks.together(lambda: Snapshot(holdings, optimizer, extra or {}, ranks.rank))
+
+    def taken() -> Snapshot:
+        snapshot = Snapshot(holdings, optimizer, extra or {}, ranks.rank)
+        if async_save:
+            snapshot.copy()
+        return snapshot
+
+    snapshot = ranks.together(taken)
     partial = ranks.on_rank_0(lambda: directory.begin(run, step))
     if async_save:
-        snapshot.copy()
         saving = Saving(ranks, Background(snapshot, partial, step, keep, ranks))
         _holder(model, ranks)[_PENDING] = saving
         return saving

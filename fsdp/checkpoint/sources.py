@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from fsdp.checkpoint import manifest as manifests
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.tensor_file import DTYPES, Entry, as_bytes, read_header, read_into
+from fsdp.checkpoint.values import decode
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NESTED = ("module", "state_dict", "model", "model_state_dict")  # where training scripts keep the weights
@@ -36,6 +37,26 @@ class Tensor(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """A tensor of an optimizer's state, to be read: ``read(start, numel)`` gives elements of it, flattened."""
+
+    shape: tuple[int, ...]
+    read: Callable[[int, int], torch.Tensor]
+
+    def whole(self) -> torch.Tensor:
+        return self.read(0, torch.Size(self.shape).numel()).view(self.shape)
+
+
+class OptimizerState(NamedTuple):
+    """What an optimizer keeps, as its ``state_dict()`` has it, but with ``Stored`` in the place of tensors.
+
+    ``groups``: options, and under "params" the parameters, by name or number; ``state``: values by these, by key.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    state: Mapping[str | int, Mapping[str, Any]]
 
 
 class Source(ABC):
@@ -51,6 +72,13 @@ class Source(ABC):
         """The tensor, in host memory; the caller owns it."""
         tensor = self.tensors[name]
         return self.read(name, 0, torch.Size(tensor.shape).numel()).view(tensor.shape)
+
+    def optimizer(self) -> OptimizerState:
+        """The optimizer's state that is there too. Raises ``CheckpointError`` where none is."""
+        raise CheckpointError(
+            "expected the state of an optimizer, found none; it is in checkpoints that were saved with one, of this "
+            "package or torch's distributed ones"
+        )
 
 
 class CheckpointSource(Source):
@@ -82,6 +110,27 @@ class CheckpointSource(Source):
                 offset = part.offset + (first - part.start) * stored.itemsize
                 _read(path, offset, result[first - start : last - start])
         return result
+
+    def optimizer(self) -> OptimizerState:
+        saved = self.manifest.optimizer
+        if saved is None:
+            return super().optimizer()
+        families = [family for family in self.manifest.tensors if family.startswith(manifests.OPTIMIZER)]
+
+        def fetch(key: str) -> torch.Tensor:
+            return self._stored_in(manifests.VALUES, key).whole()
+
+        groups = [{**decode(group["options"], fetch), "params": group["params"]} for group in saved["groups"]]
+        state: dict[str | int, dict[str, Any]] = {n: decode(values, fetch) for n, values in saved["state"].items()}
+        for family in families:
+            for name in self.manifest.family(family):
+                key = family.removeprefix(manifests.OPTIMIZER)
+                state.setdefault(name, {})[key] = self._stored_in(family, name)
+        return OptimizerState(groups, state)
+
+    def _stored_in(self, family: str, name: str) -> Stored:
+        shape = self.manifest.family(family)[name].shape
+        return Stored(shape, lambda start, numel: self.read_stored(family, name, start, numel))
 
 
 class SafetensorsSource(Source):
@@ -140,14 +189,14 @@ def open_source(path: str | os.PathLike[str], trust_pickle: bool = False) -> Sou
     if (place / manifests.NAME).exists() or directory.steps(place):
         return CheckpointSource(place)
     if (place / ".metadata").exists():
-        return DcpSource(place)
+        return DcpSource(place, trust_pickle)
     for index in sorted(place.glob("*.index.json")):
         files = _indexed(index)
         if all(file.suffix == ".safetensors" for file in files):
             return SafetensorsSource(files)
         merged: dict[str, Any] = {}
         for file in files:
-            merged.update(_torch_load(file, trust_pickle))
+            merged.update(_weights(file, trust_pickle))
         return DictSource(merged)
     for name in ("model.safetensors", "pytorch_model.bin", "*.safetensors"):
         if found := sorted(place.glob(name)):
@@ -163,7 +212,7 @@ def _file(path: Path, trust_pickle: bool) -> Source:
         return SafetensorsSource([path])
     if path.name.endswith(".index.json"):
         return open_source(path.parent, trust_pickle)
-    return DictSource(_torch_load(path, trust_pickle))
+    return DictSource(_weights(path, trust_pickle))
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -177,10 +226,25 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _torch_load(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
+def _weights(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
     """The state dict in a file of torch.save, mapped rather than read."""
+    found = torch_load(path, trust_pickle)
+    for name in _NESTED:
+        if isinstance(found, Mapping) and not any(isinstance(value, torch.Tensor) for value in found.values()):
+            found = found.get(name, found)
+    if not isinstance(found, Mapping) or not any(isinstance(value, torch.Tensor) for value in found.values()):
+        raise CheckpointError(f"{path}: expected a state dict of tensors, found {type(found).__name__} without any")
+    return found
+
+
+def torch_load(path: Path, trust_pickle: bool) -> Any:
+    """What is in a file of torch.save; tensors are mapped rather than read.
+
+    Raises:
+        CheckpointError: it is no such file, or holds objects that may run code, and ``trust_pickle`` is not given.
+    """
     try:
-        found = torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=not trust_pickle)
+        return torch.load(path, map_location="cpu", mmap=_is_zip(path), weights_only=not trust_pickle)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: expected tensors and plain values only, found other objects ({str(error).splitlines()[0]}). If "
@@ -188,12 +252,6 @@ def _torch_load(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         ) from error
     except (RuntimeError, EOFError) as error:
         raise CheckpointError(f"{path}: expected a file of torch.save, found {error}") from error
-    for name in _NESTED:
-        if isinstance(found, Mapping) and not any(isinstance(value, torch.Tensor) for value in found.values()):
-            found = found.get(name, found)
-    if not isinstance(found, Mapping) or not any(isinstance(value, torch.Tensor) for value in found.values()):
-        raise CheckpointError(f"{path}: expected a state dict of tensors, found {type(found).__name__} without any")
-    return found
 
 
 def _is_zip(path: Path) -> bool:

@@ -78,7 +78,7 @@ def write(path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None 
     raw += b" " * (-len(raw) % 8)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        sink = _Sink(fd, path)
+        sink = _Sink(fd)
         sink.add(np.frombuffer(struct.pack("<Q", len(raw)) + raw, dtype=np.uint8))
         for item in ordered:
             if math.prod(item.shape):
@@ -112,33 +112,41 @@ def as_bytes(flat: torch.Tensor) -> Bytes:
 
 
 class _Sink:
-    """Fills blocks, and writes each with its checksum."""
+    """Fills blocks, and writes each with its checksum; the disk begins with it meanwhile."""
 
-    def __init__(self, fd: int, path: Path) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._path = path
-        self._block = np.empty(BLOCK, dtype=np.uint8)
+        self._parts: list[Bytes] = []  # of the block that is not full yet
         self._filled = 0
+        self._written = 0
+        self._scratch = np.empty(BLOCK, dtype=np.uint8)
         self.checksums: list[str] = []
 
     def add(self, data: Bytes) -> None:
         done = 0
         while done < data.size:
             count = min(BLOCK - self._filled, data.size - done)
-            self._block[self._filled : self._filled + count] = data[done : done + count]
+            self._parts.append(data[done : done + count])
             self._filled += count
             done += count
             if self._filled == BLOCK:
                 self.flush()
 
     def flush(self) -> None:
-        block = self._block[: self._filled]
-        if self._filled:
-            self.checksums.append(checksum(block))
+        if not self._parts:
+            return
+        block = self._parts[0]
+        if len(self._parts) > 1 or block.ctypes.data % 8:
+            block = np.concatenate(self._parts, out=self._scratch[: self._filled])
+        self.checksums.append(checksum(block))
         left = block.data
         while left:
             left = left[os.write(self._fd, left) :]
+        if hasattr(os, "posix_fadvise"):  # Linux takes this as a wish to write what cannot be dropped yet
+            os.posix_fadvise(self._fd, self._written, self._filled, os.POSIX_FADV_DONTNEED)
+        self._written += self._filled
         self._filled = 0
+        self._parts.clear()
 
 
 class Entry(NamedTuple):

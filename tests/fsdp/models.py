@@ -5,7 +5,11 @@ Nothing here draws from torch's global generator: ranks may be threads of one pr
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -159,3 +163,11 @@ def difference(state: State, expected: State) -> float:
 
 def same_bits(state: State, other: State) -> bool:
     return list(state) == list(other) and all(torch.equal(state[name], other[name]) for name in state)
+
+
+def write_dcp(state: dict[str, Any], folder: Path) -> None:
+    """A torch distributed checkpoint, written by this process alone."""
+    checkpoint = importlib.import_module("torch.distributed.checkpoint")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.save(state, checkpoint_id=folder, no_dist=True)

@@ -147,7 +147,9 @@ def small(comm: Communicator, path: str, save: bool, stage: int) -> dict[str, to
     return state_of(model, optimizer, comm)
 
 
-@pytest.mark.parametrize(("before", "after", "stage"), [(4, 1, 3), (4, 3, 3), (1, 4, 1), (2, 4, 0)])
+@pytest.mark.parametrize(
+    ("before", "after", "stage"), [(4, 1, 3), (4, 2, 3), (4, 3, 3), (1, 4, 1), (2, 4, 0), (3, 4, 3)]
+)
 def test_small_shapes_at_another_world_size(before: int, after: int, stage: int, tmp_path: Path) -> None:
     expected = run_ranks(small, str(tmp_path), True, stage, world_size=before)[0]
     for found in run_ranks(small, str(tmp_path), False, 3, world_size=after):
@@ -436,6 +438,27 @@ def huge(comm: Communicator, path: str, save: bool) -> tuple[int, int]:
 def resident(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
+
+
+def stream(comm: Communicator) -> tuple[int, int, int]:
+    """Bytes of the whole model, of its largest unit, and by how much ``full_state_dict`` raised the most memory."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+    whole = sum(p.nbytes for p in model.parameters())
+    fsdp.fully_shard(model, comm, units=[nn.Linear])
+    fsdp.full_state_dict(model)  # what the backend keeps for messages is there afterwards
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    state = fsdp.full_state_dict(model)
+    peak = resident("VmHWM") - before
+    assert sum(value.nbytes for value in state.values()) == (whole if comm.rank == 0 else 0)
+    return whole, whole // 8, peak
+
+
+@pytest.mark.full
+def test_a_whole_state_needs_one_unit_more() -> None:
+    rows = run_ranks(stream, world_size=2, backend="shm+gloo")
+    for rank, (whole, unit, peak) in enumerate(rows):
+        assert peak <= (whole if rank == 0 else 0) + unit + 4 * 2**20
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from torch import nn
 import fsdp
 from collectives import Communicator
 from fsdp.checkpoint import complete
+from fsdp.checkpoint.checksum import checksum
+from fsdp.checkpoint.manifest import parse, seal
 from tests.fsdp.models import OddBlock, OddNet, adamw, filled, full_state, loss_of, same_bits, words, wrapped
 from tests.ranks import run_ranks
 
@@ -68,29 +71,32 @@ def flip(place: float) -> Callable[[Path], None]:
     return change
 
 
+def rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """The manifest with a change that its checksum knows of."""
+
+    def rewrite(path: Path) -> None:
+        manifest = json.loads(path.read_text())
+        del manifest["sha256"]
+        change(manifest)
+        path.write_text(seal(json.dumps(manifest)))
+
+    return rewrite
+
+
 def edit(**fields: Any) -> Callable[[Path], None]:
-    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return rewritten(lambda manifest: manifest.update(fields))
 
 
 def edit_file(**fields: Any) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        manifest = json.loads(path.read_text())
-        manifest["files"][1].update(fields)
-        path.write_text(json.dumps(manifest))
-
-    return change
+    return rewritten(lambda manifest: manifest["files"][1].update(fields))
 
 
-def move_part(path: Path) -> None:
-    manifest = json.loads(path.read_text())
+def move_part(manifest: dict[str, Any]) -> None:
     manifest["tensors"]["model"]["embedding"]["parts"][0][1] = 10**12
-    path.write_text(json.dumps(manifest))
 
 
-def drop_part(path: Path) -> None:
-    manifest = json.loads(path.read_text())
+def drop_part(manifest: dict[str, Any]) -> None:
     manifest["tensors"]["model"]["embedding"]["parts"].pop()
-    path.write_text(json.dumps(manifest))
 
 
 FILE, MANIFEST = "rank-00001.safetensors", "manifest.json"
@@ -104,14 +110,15 @@ FILE, MANIFEST = "rank-00001.safetensors", "manifest.json"
         pytest.param(FILE, Path.unlink, "found no such file", id="missing"),
         pytest.param(MANIFEST, Path.unlink, "found no such file", id="no-manifest"),
         pytest.param(MANIFEST, cut, "expected JSON", id="cut-manifest"),
+        *(pytest.param(MANIFEST, flip(place), "expected", id=f"flip-manifest-{place}") for place in (0.3, 0.6, 1)),
         pytest.param(MANIFEST, edit(version=2), "of version 1, found 2", id="newer"),
         pytest.param(MANIFEST, edit(format="other"), '"format"', id="other-format"),
         pytest.param(MANIFEST, edit(tensors=3), "all fields", id="no-tensors"),
         pytest.param(MANIFEST, edit_file(name="../evil"), "plain name in its folder, found '../evil'", id="outside"),
         pytest.param(MANIFEST, edit_file(name="/etc/passwd"), "plain name", id="absolute"),
         pytest.param(MANIFEST, edit_file(nbytes=-5), "a size", id="negative"),
-        pytest.param(MANIFEST, move_part, "inside of a file", id="offset"),
-        pytest.param(MANIFEST, drop_part, "elements of model 'embedding'", id="part"),
+        pytest.param(MANIFEST, rewritten(move_part), "inside of a file", id="offset"),
+        pytest.param(MANIFEST, rewritten(drop_part), "elements of model 'embedding'", id="part"),
     ],
 )
 def test_damage_is_found_before_the_model_is_touched(
@@ -124,6 +131,32 @@ def test_damage_is_found_before_the_model_is_touched(
     assert first == second
     assert str(checkpoint / name) in first
     assert found in first
+
+
+def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
+    run_ranks(saved, str(tmp_path), world_size=2)
+    text = (complete(tmp_path)[0] / MANIFEST).read_text()
+    parse(text, tmp_path)
+    for place in range(0, len(text), 5):
+        for bit in (1, 4):
+            with pytest.raises(fsdp.CheckpointError):
+                parse(text[:place] + chr(ord(text[place]) ^ bit) + text[place + 1 :], tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 4096, 4097, 3 * 4096 + 5])
+def test_every_byte_of_a_block_counts(size: int) -> None:
+    block = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    known = {checksum(block), checksum(np.append(block, np.uint8(0))), checksum(block[:-1]) if size else ""}
+    for place in range(0, size, 97):
+        changed = block.copy()
+        changed[place] ^= 1 << place % 8
+        known.add(checksum(changed))
+    for unit in (8, 64, 4096):  # words and rows that change places
+        moved = block[: size // unit * unit].reshape(-1, unit)[::-1].reshape(-1)
+        if size >= 2 * unit:
+            known.add(checksum(np.append(moved, block[moved.size :])))
+    swaps = sum(size >= 2 * unit for unit in (8, 64, 4096))
+    assert len(known) == 3 + len(range(0, size, 97)) + swaps
 
 
 def resumed(comm: Communicator, path: str) -> tuple[int, dict[str, torch.Tensor]]:
@@ -281,12 +314,19 @@ def test_old_ones_are_deleted_by_one_rank_never_the_last(tmp_path: Path) -> None
     assert fsdp.latest(tmp_path) == tmp_path / "step-0000000005.1"
 
 
-def test_leftovers_are_replaced(tmp_path: Path) -> None:
-    half = tmp_path / ".partial-step-0000000002-00000000"
+@pytest.mark.parametrize(
+    ("name", "then"), [(".partial-step-0000000002-00000000", ""), ("step-0000000002", ".1"), (".deleted-x", "")]
+)
+def test_leftovers_are_replaced(name: str, then: str, tmp_path: Path) -> None:
+    half = tmp_path / name
     half.mkdir()
     (half / "rank-00000.safetensors").write_bytes(b"half")
     run_ranks(save_some, str(tmp_path), [2], None, world_size=2)
-    assert names(tmp_path) == ["step-0000000002"]
+    assert names(tmp_path) == [f"step-0000000002{then}"]
+
+
+def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    run_ranks(save_some, str(tmp_path), [2], None, world_size=2)
     state = run_ranks(save_some, str(tmp_path), [2, 2], None, world_size=2)[0]
     assert names(tmp_path) == ["step-0000000002.2"]
     assert all(same_bits(found, state) for _, found in run_ranks(resumed, str(tmp_path), world_size=2))

@@ -1,33 +1,73 @@
-"""SIGKILL at any moment of saving: the newest complete checkpoint is there, bit by bit, and the next job goes on."""
+"""SIGKILL at any moment of saving: the newest complete checkpoint is there, bit by bit, and the next job goes on.
+
+The weights of step n are n everywhere, and the moments 2 n, so whoever loads a checkpoint knows what must be in it.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import collectives
 import fsdp
-from collectives import Communicator
-from tests.fsdp.checkpoint_program import Net, build, fill
-from tests.ranks import ROOT, clean_environment
+from collectives import CommError, Communicator
+from tests.ranks import Call, Pool
 
-PROGRAM = Path(__file__).with_name("checkpoint_program.py")
+LAYERS, WIDTH = 4, 96
+MOST = 60.0  # seconds: who has not come to an end by then hangs
 
 
-def start(folder: Path, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launch", "-n", "2", str(PROGRAM), str(folder), how]
-    return subprocess.Popen(
-        command, env=clean_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+class Net(nn.Module):
+    """Large enough that saving takes some time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build(comm: Communicator | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net() if comm is None else fsdp.fully_shard(Net(), comm, units=[nn.Linear])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(step)
+            optimizer.state[p]["momentum_buffer"] = torch.full_like(p, 2.0 * step)
+
+
+def go_on_saving(comm: Communicator | None, folder: str, behind: bool) -> None:
+    """Save one step after another, from the newest that is there on, until killed; or until a peer is lost."""
+    model, optimizer = build(comm)
+    found = fsdp.latest(folder)
+    step = 0 if found is None else fsdp.load(found, model, optimizer).step
+    try:
+        while True:
+            step += 1
+            fill(model, optimizer, step)
+            fsdp.save(folder, model, optimizer, step=step, keep=2, async_save=behind)
+    except CommError:
+        for thread in threading.enumerate():
+            if thread.name == "fsdp-save":
+                thread.join(MOST / 2)
+                assert not thread.is_alive(), "the thread that saves waits for a rank that is lost"
+        raise
 
 
 def verify(comm: Communicator, folder: str) -> int:
@@ -39,25 +79,42 @@ def verify(comm: Communicator, folder: str) -> int:
     return step
 
 
-def kill_and_verify(folder: Path, how: str, kills: int, seed: int) -> None:
-    """Kill one rank or all of a saving job, at random moments; after each, load what is there."""
+def number(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+
+
+def wait_for_more(folder: Path, than: int) -> None:
+    deadline = time.monotonic() + MOST
+    while number(fsdp.latest(folder)) <= than:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def kill_some(folder: Path, behind: bool, world_size: int, newest: int, chance: random.Random) -> None:
+    """Start a job that saves, and kill one rank of it or all at a random moment. The others raise, and end."""
+    pool = Pool("plain", world_size)
+    try:
+        for connection in pool.connections:
+            connection.send_bytes(pickle.dumps(Call(go_on_saving, (str(folder), behind), {}, "gloo")))
+        wait_for_more(folder, newest)
+        time.sleep(chance.random() * 0.1)
+        ranks = range(world_size)
+        victims = set(ranks) if chance.random() < 0.5 else {chance.choice(ranks)}
+        for victim in victims:
+            os.kill(pool.pids[victim], signal.SIGKILL)
+        for survivor in set(ranks) - victims:
+            assert pool.connections[survivor].poll(MOST), f"rank {survivor} hangs after {victims} died"
+            _, error, trace = pickle.loads(pool.connections[survivor].recv_bytes())
+            assert isinstance(error, CommError), trace
+    finally:
+        pool.kill()
+
+
+def kill_and_verify(folder: Path, behind: bool, kills: int, seed: int) -> None:
     chance = random.Random(seed)
     newest = 0
     for turn in range(kills):
-        process = start(folder, how)
-        try:
-            assert process.stdout is not None
-            while not process.stdout.readline():  # the first save of this job is done
-                assert process.poll() is None, process.communicate()
-            time.sleep(chance.random() * 0.1)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            victims = [int(child) for child in children]
-            for victim in victims if chance.random() < 0.5 else [chance.choice(victims)]:
-                os.kill(victim, signal.SIGKILL)
-            process.communicate(timeout=60)  # nobody hangs
-        finally:
-            process.kill()
-            process.wait()
+        kill_some(folder, behind, 2 + turn % 2, newest, chance)
         found = fsdp.latest(folder)
         assert found is not None
         step = collectives.run(verify, str(folder), n=1 + turn % 3)[0]
@@ -67,22 +124,6 @@ def kill_and_verify(folder: Path, how: str, kills: int, seed: int) -> None:
         assert 1 <= len(left) <= 3, left
 
 
-def save_alone(folder: str) -> None:
-    """Save until killed, in a process without other ranks."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = fsdp.latest(folder)
-    step = 0 if found is None else fsdp.load(found, model, optimizer).step
-    while True:
-        step += 1
-        fill(model, optimizer, step)
-        fsdp.save(folder, model, optimizer, step=step, keep=1)
-
-
-def number(checkpoint: Path | None) -> int:
-    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-
-
 @pytest.mark.full
 def test_a_process_alone_is_killed(tmp_path: Path) -> None:
     chance = random.Random(3)
@@ -90,13 +131,10 @@ def test_a_process_alone_is_killed(tmp_path: Path) -> None:
     context.set_forkserver_preload(["tests.worker"])  # as the other tests that start processes do
     newest = 0
     for _ in range(4):
-        process = context.Process(target=save_alone, args=(str(tmp_path),))
+        process = context.Process(target=go_on_saving, args=(None, str(tmp_path), False))
         process.start()
         try:
-            deadline = time.monotonic() + 60
-            while number(fsdp.latest(tmp_path)) <= newest:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_for_more(tmp_path, newest)
             time.sleep(chance.random() * 0.03)
         finally:
             process.kill()
@@ -107,12 +145,13 @@ def test_a_process_alone_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["at-once", "behind"])
-def test_killed_a_few_times(how: str, tmp_path: Path) -> None:
-    kill_and_verify(tmp_path, how, 4, seed=1)
+@pytest.mark.parametrize("behind", [False, True])
+def test_killed_a_few_times(behind: bool, tmp_path: Path) -> None:
+    kill_and_verify(tmp_path, behind, 4, seed=1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-def test_killed_a_hundred_times(tmp_path: Path) -> None:
-    kill_and_verify(tmp_path, "at-once", 100, seed=2)
+@pytest.mark.parametrize("behind", [False, True])
+def test_killed_a_hundred_times(behind: bool, tmp_path: Path) -> None:
+    kill_and_verify(tmp_path, behind, 100, seed=2)

@@ -46,6 +46,7 @@ configure() {
     host=$(hostname -s)
     [[ -f $dir/munge.key ]] || mungekey --create --keyfile="$dir/munge.key"
     mkdir -p "$dir/state" "$dir/spool"
+    # A job that is queued again waits as long as a credential lasts: 120 seconds, if nothing is said.
     # The node announces more processors than the machine may have: tests start more ranks than cores.
     cat >"$SLURM_CONF" <<CONF
 ClusterName=one
@@ -53,7 +54,7 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$((16000 + $$ % 2000 * 2))
 SlurmdPort=$((16001 + $$ % 2000 * 2))
 AuthType=auth/munge
-AuthInfo=socket=$dir/munge.socket
+AuthInfo=socket=$dir/munge.socket,cred_expire=20
 CryptoType=crypto/munge
 SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
@@ -69,6 +70,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
+SchedulerParameters=bf_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 KillWait=2
