@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp.flat_layout import FlatLayout
-from fsdp.fully_shard import BUCKET_MB, Units, inner_units
+from fsdp.fully_shard import BUCKET_MB, Units, inner_units, resharding
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.strategy import STAGES, Trigger
-from fsdp.wrap import walk_and_group
+from fsdp.wrap import Resident, resident_groups, walk_and_group
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,33 @@ class _Group:
     buffer: int
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """Bytes of a unit. ``waits`` is held from its forward to the end of its backward, ``opens`` only while it runs."""
+
+    whole: _Group
+    waits: int
+    opens: int
+
+
 def estimate(
     model: nn.Module,
     stage: int,
     world_size: int,
     *,
     units: Units | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    persistence_threshold: int = 0,
     optimizer_moments: int = 2,
 ) -> Estimate:
     """What ``fully_shard(model, comm, stage=stage, units=units, ...)`` will hold on a rank of ``world_size``.
 
-    Starts nothing and needs no communicator; ``model`` is not wrapped, and may be on the meta device.
+    Starts nothing and needs no communicator; ``model`` is not wrapped, and may be on the meta device. Where ranks of a
+    host share memory, they have one copy of what is gathered, and hold less than this.
 
     Args:
+        reshard_after_forward, persistence_threshold: see ``fully_shard``.
         optimizer_moments: tensors of a parameter's size and dtype that the optimizer keeps: 2 for Adam, 1 for SGD with
             momentum, 0 for SGD.
     """
@@ -63,22 +76,38 @@ def estimate(
     policy = mp_policy or MixedPrecisionPolicy()
     parts = world_size if strategy.shards else 1
     bucket_mb = BUCKET_MB if stage < 3 and units is None else None
+    resident = Resident(persistence_threshold) if persistence_threshold > 0 and stage == 3 else None
     taken: set[int] = set()
-    by_unit: list[list[_Group]] = []  # inner before outer
-    for module in [*(inner for _, inner, _ in inner_units(model, units)), model]:
-        groups = walk_and_group(module, taken, bucket_mb)
-        by_unit.append([_sizes(group, parts, strategy.shards, policy) for group in groups])
-    every = [group for unit in by_unit for group in unit]
-    parameters = sum(group.shard for group in every)
-    gradients = sum(group.kept_grads for group in every)
-    optimizer = optimizer_moments * sum(group.state for group in every)
+    by_unit: list[_Unit] = []  # inner before outer
+    every: list[_Group] = []
+    chosen = [(module, own) for _, module, own in inner_units(model, units)]
+    for module, own in [*chosen, (model, {})]:
+        own_policy = own.get("mp_policy", policy) or MixedPrecisionPolicy()
+        groups = [
+            _sizes(group, parts, strategy.shards, own_policy)
+            for group in walk_and_group(module, taken, bucket_mb, resident)
+        ]
+        every += groups
+        reshard, size = resharding(own.get("reshard_after_forward", reshard_after_forward), world_size)
+        by_unit.append(_unit(_merge(groups), module is not model if reshard is None else reshard, size))
+    small = _merge([_sizes(g, parts, True, policy) for g in resident_groups(resident)] if resident is not None else [])
+    parameters = sum(group.shard for group in (*every, small))
+    gradients = sum(group.kept_grads for group in (*every, small))
+    optimizer = optimizer_moments * sum(group.state for group in (*every, small))
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     steady = parameters + optimizer + buffers
     if strategy.trigger is Trigger.INPUTS:
-        peak = steady + _peak_of_units([_merge(unit) for unit in by_unit])
+        peak = steady + _peak_of_units(by_unit, small)
     else:
         peak = steady + _peak_of_buckets(every, strategy.shards, strategy.reduce_buffers)
     return Estimate(parameters, gradients, optimizer, buffers, max(peak, steady + gradients))
+
+
+def _unit(whole: _Group, frees: bool, size: int | None) -> _Unit:
+    """``size``: how many ranks hold a copy of it together between forward and backward; None: all, or nobody."""
+    if not frees:
+        return _Unit(whole, whole.full, 0)
+    return _Unit(whole, 0 if size is None else whole.full // size, whole.full)
 
 
 def _sizes(parameters: Sequence[nn.Parameter], parts: int, shards: bool, policy: MixedPrecisionPolicy) -> _Group:
@@ -104,16 +133,23 @@ def _merge(groups: Sequence[_Group]) -> _Group:
     return _Group(**{name: sum(getattr(group, name) for group in groups) for name in names})
 
 
-def _peak_of_units(units: Sequence[_Group]) -> int:
-    """Backward through units that are freed, in a root that is not: just when a unit is reduced."""
+def _peak_of_units(units: Sequence[_Unit], small: _Group) -> int:
+    """Backward through units from the last to the first, then what is left: small parameters, and the root.
+
+    The root is gathered all the time, and so is what is small.
+    """
     *inner, root = units
-    buffer = max(unit.buffer for unit in units)
+    buffer = max(small.buffer, *(unit.whole.buffer for unit in units))
+    always = root.waits + root.opens + small.full + small.grads + root.whole.grads + buffer
     kept, peak = 0, 0
     for i in reversed(range(len(inner))):
-        kept += inner[i].kept_grads
-        following = inner[i - 1].full if i else 0
-        peak = max(peak, root.full + root.grads + inner[i].full + following + inner[i].grads + buffer + kept)
-    return max(peak, root.full + root.grads + buffer + kept + root.kept_grads)
+        unit = inner[i]
+        kept += unit.whole.kept_grads
+        following = inner[i - 1].opens if i else 0
+        waiting = sum(other.waits for other in inner[: i + 1])
+        peak = max(peak, always + waiting + unit.opens + following + unit.whole.grads + kept)
+    left = always + kept + small.kept_grads
+    return max(peak, left, left - small.grads + root.whole.kept_grads)
 
 
 def _peak_of_buckets(groups: Sequence[_Group], shards: bool, buffers: int) -> int:

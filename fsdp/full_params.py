@@ -108,7 +108,7 @@ class _View:
         if not self.sees:
             return
         group.summoned = True
-        group.allow_forward(True)
+        group.places.allow_forward(True)
         for parameter, value, grad in zip(self.parameters, whole, whole_grads, strict=True):
             parameter.grad = None
             parameter.data = value
@@ -117,7 +117,7 @@ class _View:
     def _gather_grads(self) -> list[torch.Tensor | None]:
         group = self.group
         part = torch.zeros_like(group.shard, device=self.comm.device)
-        for grad, piece in zip(self.grads, group.pieces, strict=True):
+        for grad, piece in zip(self.grads, group.shards.pieces, strict=True):
             if grad is not None:
                 part[piece.offset : piece.offset + piece.numel] = grad.as_subclass(torch.Tensor).reshape(-1)
         whole = part.new_empty(group.layout.numel)
@@ -157,8 +157,8 @@ class _View:
             return
         group = self.group
         group.summoned = False
-        group.allow_forward(False)
-        for managed, local, grad in zip(group.managed, group.locals, self.grads, strict=True):
+        group.places.allow_forward(False)
+        for managed, local, grad in zip(group.managed, group.shards.views, self.grads, strict=True):
             parameter = managed.parameter
             parameter.grad = None
             parameter.data = local.data
@@ -173,12 +173,15 @@ class _View:
             whole = torch.zeros(group.layout.numel if self.sees else 0, dtype=group.dtype, device=self.comm.device)
             spans = torch.split(whole, group.layout.spans())[::2] if self.sees else ()
             for span, (value, _) in zip(spans, values, strict=True):
-                span.copy_(value.reshape(-1))
+                span.copy_(value.reshape(-1))  # edits may be tensors of their own, and one scatter sends them
             mine = group.shard.to(self.comm.device)
             self.comm.scatter(mine, whole if self.sees else None, 0)
             group.shard.copy_(mine)
             return
-        for managed, local, piece, (value, grad) in zip(group.managed, group.locals, group.pieces, values, strict=True):
+        shards = group.shards
+        rows = zip(group.managed, shards.views, shards.pieces, values, strict=True)
+        for managed, local, piece, (value, grad) in rows:
+            # The shard is what is gathered, and the whole values are about to be dropped.
             part = slice(piece.start, piece.start + piece.numel)
             local.copy_(value.reshape(-1)[part].view(local.shape))
             if self.with_grads:

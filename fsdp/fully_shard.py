@@ -98,7 +98,7 @@ def fully_shard(
     for name, value in (("replicate_comm", replicate_comm), ("owner", owner)):
         if value is not None:
             raise UnsupportedError(f"fully_shard(..., {name}=...) is not supported; expected None, got {value!r}")
-    reshard, post_forward_size = _resharding(reshard_after_forward, comm.world_size)
+    reshard, post_forward_size = resharding(reshard_after_forward, comm.world_size)
     if max_live_parameters is not None and max_live_parameters < 0:
         raise ValueError(f"max_live_parameters: expected at least 0, got {max_live_parameters}")
     policy = mp_policy or MixedPrecisionPolicy()
@@ -126,7 +126,7 @@ def fully_shard(
     targets = [([(path, inner)], _with(options, own, comm)) for path, inner, own in chosen] + [(parts, options)]
     agree(parts, comm, options.ignored)
     runtime = Runtime(comm)
-    runtime.max_live_parameters = max_live_parameters
+    runtime.prefetch.max_live_parameters = max_live_parameters
     resident = Resident(persistence_threshold) if persistence_threshold > 0 and stage == 3 else None
     for target, its_options in targets:
         modules = [part for _, part in target]
@@ -146,13 +146,13 @@ def _with(options: Options, own: dict[str, Any], comm: Communicator) -> Options:
     if "offload_policy" in own:
         options = replace(options, offload=own["offload_policy"])
     if "reshard_after_forward" in own:
-        reshard, size = _resharding(own["reshard_after_forward"], comm.world_size)
+        reshard, size = resharding(own["reshard_after_forward"], comm.world_size)
         options = replace(options, reshard_after_forward=reshard, post_forward_size=size)
         options = options if size is None else replace(options, host_shared=False)
     return options
 
 
-def _resharding(reshard_after_forward: bool | int | None, world_size: int) -> tuple[bool | None, int | None]:
+def resharding(reshard_after_forward: bool | int | None, world_size: int) -> tuple[bool | None, int | None]:
     """Whether to free after forward, and how many ranks hold a copy together then, if not all."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward, None

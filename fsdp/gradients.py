@@ -183,7 +183,7 @@ class Gradients:
         for gradient, view in zip(taken, views, strict=True):
             if gradient is None:
                 view.zero_()
-            elif gradient.data_ptr() != view.data_ptr():
+            elif gradient.data_ptr() != view.data_ptr():  # autograd made it anew, after zero_grad to None
                 view.copy_(gradient)
         return bucket
 

@@ -4,7 +4,7 @@
 The user's ``nn.Parameter`` is the shard for ever: its ``.data`` views the flat shard and its ``.grad`` is the reduced
 gradient of the shard, so an optimizer may be built at any time. Autograd insists that ``.grad`` has the shape of its
 leaf, so while a unit computes, the module holds a second leaf of the full shape, which views the gathered buffer and
-collects the full gradient. Assigning ``module._parameters[name]`` keeps the order of parameters; deleting would not.
+collects the full gradient (see places.py).
 
 [Note: one storage for life]
 Autograd saves views of weights (a linear layer saves ``weight.t()``), which keep their storage and not its contents.
@@ -13,11 +13,6 @@ have it in common: see unsharded.py), refilled in place before backward, never l
 ``.data`` of it and so have version counters of their own; otherwise a refill would look to autograd like a change to a
 saved tensor. While the storage is freed the leaves themselves view one NaN: who kept one beyond its unit's forward
 reads NaN, and not freed memory. (A view of a leaf is beyond our reach.)
-
-[Note: modules at rest]
-Between forwards the modules of a unit hold shards. One rank may happen to hold a whole small parameter, compute with it
-and go on, while another computes with an empty one. So while a unit is at rest, the modules inside of it have a
-``forward`` that says so; the unit's own forward is behind hooks and needs none.
 """
 
 from __future__ import annotations
@@ -25,44 +20,26 @@ from __future__ import annotations
 import enum
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from collectives import Communicator, Work
-from collectives.errors import UnsupportedError
-from fsdp.flat_layout import FlatLayout, local_shape
+from collectives.errors import CommError, PeerLostError, UnsupportedError
+from fsdp.flat_layout import FlatLayout
 from fsdp.gradient_hooks import put_off
 from fsdp.gradients import Gradients
 from fsdp.offload import CPUOffloadPolicy
+from fsdp.places import ManagedParameter, Places, replaced
 from fsdp.post_forward import PostForwardShard
 from fsdp.precision import Copies, MixedPrecisionPolicy
+from fsdp.shards import Shards
 from fsdp.strategy import Strategy, Trigger
 from fsdp.unit_statistics import UnitStatistics
 from fsdp.unsharded import HostShared, unsharded
 from fsdp.use import Progress, Use
-
-
-@dataclass
-class ManagedParameter:
-    """A parameter, the name that messages use, and every (module, attribute) that holds it: several if it is tied."""
-
-    name: str
-    parameter: nn.Parameter
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-
-class _Place(NamedTuple):
-    """Where a module holds parameter number ``i`` of a group, or its full leaf."""
-
-    parameters: dict[str, nn.Parameter | None]
-    name: str
-    parameter: nn.Parameter
-    leaf: nn.Parameter
-    i: int
 
 
 class Storage(enum.Enum):
@@ -126,9 +103,6 @@ class ParamGroup:
         self._epoch = -1  # the root forward that it was last gathered for
         self._fresh = False  # gathered parameters are known to equal the shards, although a backward has ended
         self.summoned = False  # parameters are whole for somebody to look at: see full_params.py
-        self._places: list[_Place] = []
-        self._refusals: list[tuple[dict[str, Any], Callable[..., NoReturn], Any]] = []
-        self._inner: dict[nn.Module, Any] = {}  # modules inside of the unit, and their own ``forward`` if they have one
 
         values = self._rank_0_values()
         self.shard = values  # replicated: never read
@@ -139,6 +113,7 @@ class ParamGroup:
             self._cut(values, policy.param(self.dtype), host_shared)
         elif policy.param(self.dtype) != self.dtype:
             self._copies = Copies(self.leaves, policy.param(self.dtype))
+        self.places = Places(self.managed, self.leaves, guards=strategy.shards)
         self.gradients = Gradients(
             [m.parameter for m in self.managed],
             self.leaves,
@@ -162,12 +137,13 @@ class ParamGroup:
             for span, managed in zip(spans, self.managed, strict=True):
                 parameter = managed.parameter
                 if self.comm.rank == 0:
-                    span.copy_(parameter.reshape(-1))
+                    span.copy_(parameter.reshape(-1))  # side by side, for one broadcast
                 if self.strategy.shards:  # one whole unit is enough, and one parameter
                     parameter.data = span.data.view(parameter.shape)
             self.comm.broadcast(values, 0)
             if not self.strategy.shards:
                 for span, managed in zip(spans, self.managed, strict=True):
+                    # Back to where it was: replicated parameters keep their memory, which callers may hold.
                     managed.parameter.copy_(span.view(managed.parameter.shape))
                 return values.new_empty(0)
         return values
@@ -180,49 +156,22 @@ class ParamGroup:
         if self._unsharded.keeps_shard:
             self.shard = self._unsharded.contribution(values, True)
         else:
+            # A copy, for good: ``values`` is, or was made for, the gathered buffer, which is freed.
             self.shard = values[first:last].to(self.home, copy=True)
         if self._pins:
             self.shard = self.shard.pin_memory()
-        self.pieces = self.layout.pieces(self.part)
-        self.locals = [
-            self.shard[piece.offset : piece.offset + piece.numel].view(local_shape(shape, piece.numel))
-            for piece, shape in zip(self.pieces, self.shapes, strict=True)
-        ]
         spans = torch.split(self.full.data, self.layout.spans())[::2]
         self._whole = [span.data.view(shape) for span, shape in zip(spans, self.shapes, strict=True)]
         nothing = self.full.new_full((), float("nan") if compute_dtype.is_floating_point else 0)
         self._freed = [nothing.expand(shape) for shape in self.shapes]
         self.leaves = []
-        for managed, local, whole, shape in zip(self.managed, self.locals, self._whole, self.shapes, strict=True):
+        for managed, whole in zip(self.managed, self._whole, strict=True):
             parameter = managed.parameter
             leaf = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             leaf.__dict__.update(parameter.__dict__)  # marks that users put on parameters
             self.leaves.append(leaf)
-            parameter.data = local.data
-            parameter.full_shape = shape  # type: ignore[attr-defined]
-        self._pointers = [m.parameter.data_ptr() for m in self.managed]
+        self.shards = Shards(self.shard, self.layout, self.part, self.managed)
         self._free()
-
-    def guard(self) -> None:
-        """Find the places of parameters, again if there are more. From now on modules that hold them inside of a unit
-        refuse to run at rest. See [Note: modules at rest].
-
-        A module whose parameters are of several groups is guarded by the first: its unit enters and leaves all.
-        """
-        self._places = [
-            _Place(module._parameters, name, managed.parameter, self.leaves[i], i)
-            for i, managed in enumerate(self.managed)
-            for module, name in managed.owners
-        ]
-        if not self.strategy.shards:
-            return
-        for managed in self.managed:
-            for module, name in managed.owners:
-                own = module.__dict__.get("forward")
-                if "_fsdp_unit" not in module.__dict__ and not hasattr(own, "__fsdp_guard__"):
-                    self._inner[module] = own
-                    module.__dict__["forward"] = _refusal(f"{type(module).__name__}.{name} ({managed.name!r})")
-        self._refusals = [(module.__dict__, module.__dict__["forward"], own) for module, own in self._inner.items()]
 
     def _free(self) -> None:
         self._unsharded.close()
@@ -240,17 +189,12 @@ class ParamGroup:
             )
         if self._copies is not None:
             self._copies.drop()
-        for parameters, name, parameter, leaf, i in self._places:
-            held = parameters.get(name)
-            if held is not parameter and held is not leaf:
-                self._take_back(i, held)
-                parameters[name] = parameter
         users = self.gradients.parameters
         if self.strategy.shards:
-            for i, parameter in enumerate(users):
-                if parameter.data_ptr() != self._pointers[i]:
-                    self._take_back(i, parameter)
+            self.places.mend(self.shards.take)
+            self.shards.mend()
         else:
+            self.places.mend(self._refuse)
             for parameter in users:
                 if len(parameter._post_accumulate_grad_hooks or ()) > 1:
                     put_off(parameter)
@@ -258,21 +202,9 @@ class ParamGroup:
         if wanted != self.gradients.wanted:
             self.gradients.want(wanted)
 
-    def _take_back(self, i: int, held: nn.Parameter | None) -> None:
-        """``held`` was put in place of a parameter, or its data was. A shard of the right size is copied back."""
+    def _refuse(self, i: int, held: torch.Tensor | None) -> NoReturn:
         managed = self.managed[i]
-        local = self.locals[i] if self.strategy.shards else None
-        if local is None or held is None or held.shape != local.shape or held.dtype != local.dtype:
-            expected = managed.parameter if local is None else local
-            found = "nothing" if held is None else f"another tensor of {tuple(held.shape)}, {held.dtype}"
-            raise ValueError(
-                f"rank {self.comm.rank}: parameter {managed.name!r} was replaced after wrapping: expected the one that "
-                f"was wrapped, {tuple(expected.shape)} of {expected.dtype}, found {found}. Change values in place "
-                "under torch.no_grad(), or change the module before wrapping it"
-            )
-        with torch.no_grad():
-            local.copy_(held)
-        managed.parameter.data = local.data
+        raise replaced(self.comm.rank, managed, managed.parameter, held)
 
     def unshard(self, epoch: int | None = None) -> None:
         """Start to gather, unless the parameters are there.
@@ -310,10 +242,19 @@ class ParamGroup:
         """Return when the parameters are there."""
         if self._gather is not None:
             started = time.perf_counter()
-            self._gather.wait()
+            try:
+                self._gather.wait()
+            except CommError as error:
+                raise self._told(error) from error
             self.statistics.gather_wait += time.perf_counter() - started
             self._gather = None
             self.storage = Storage.FULL
+
+    def _told(self, error: CommError) -> CommError:
+        """The same, and which parameters were to come."""
+        names = self.managed[0].name, self.managed[-1].name
+        text = f"{error} (while the unit of {' ... '.join(map(repr, dict.fromkeys(names)))} was gathered)"
+        return PeerLostError(text, error.rank) if isinstance(error, PeerLostError) else type(error)(text)
 
     def poll(self) -> None:
         """Make progress on a gather under way."""
@@ -354,17 +295,15 @@ class ParamGroup:
         self.users += 1
         if self.users == 1:
             if self.strategy.shards:
-                self._hold(True)
+                self.places.hold(self.leaves)
             elif self._copies is not None:
-                copies = self._copies.make()
-                for parameters, name, _, _, i in self._places:
-                    parameters[name] = copies[i]  # type: ignore[assignment]
+                self.places.hold(self._copies.make())
 
     def leave(self) -> bool:
         """A unit has computed. Whether it was the last: then the modules hold the user's parameters again."""
         self.users -= 1
         if self.users == 0 and self._switches:
-            self._hold(False)
+            self.places.rest()
         return self.users == 0
 
     @property
@@ -377,25 +316,9 @@ class ParamGroup:
         if self.users:
             self.users = 0
             if self._switches:
-                self._hold(False)
+                self.places.rest()
         self._uses.clear()
         self.reshard()
-
-    def _hold(self, full: bool) -> None:
-        """Have the modules hold the full leaves and run; otherwise the user's parameters, and refuse to."""
-        for parameters, name, parameter, leaf, _ in self._places:
-            parameters[name] = leaf if full else parameter
-        self.allow_forward(full)
-
-    def allow_forward(self, allow: bool) -> None:
-        """Whether modules inside of the unit may run. See [Note: modules at rest]."""
-        for attributes, refusal, own in self._refusals:
-            if not allow:
-                attributes["forward"] = refusal
-            elif own is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = own
 
     def gather_values(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Every parameter with its whole value, in a buffer of its own: what is under way in the model stays."""
@@ -419,14 +342,3 @@ class ParamGroup:
     def remember(self, use: Use) -> None:
         """A forward used it, and backward may follow."""
         self._uses.append(weakref.ref(use))
-
-
-def _refusal(what: str) -> Callable[..., NoReturn]:
-    def forward(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"{what} is sharded: its unit is at rest. Expected a call of the unit itself, of a method registered by "
-            "fsdp.register_fsdp_forward_method, or fsdp.summon_full_params around this one"
-        )
-
-    forward.__fsdp_guard__ = True  # type: ignore[attr-defined]
-    return forward

@@ -85,12 +85,12 @@ class Reduction:
                 continue
             gradient = view if len(shape) == 1 else view.view(shape)
             if gradient.dtype != parameter.dtype:
-                gradient = gradient.to(parameter.dtype)
+                gradient = gradient.to(parameter.dtype)  # it was reduced in another; the optimizer wants its own
             if target.sharded_over is None:
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient)
                 else:
-                    parameter.grad = gradient if target.views else gradient.clone()
+                    parameter.grad = gradient if target.views else gradient.clone()  # asked for: not a view
                 if len(parameter._post_accumulate_grad_hooks or ()) > 1:
                     run_put_off(parameter)
             else:

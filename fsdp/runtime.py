@@ -16,8 +16,9 @@ from torch import nn
 
 from collectives import Communicator
 from collectives.errors import UnsupportedError
-from fsdp.param_group import ParamGroup, Storage
+from fsdp.param_group import ParamGroup
 from fsdp.post_forward import PostForwardShard
+from fsdp.prefetch import Prefetch
 from fsdp.reducer import Reducer
 from fsdp.strategy import Trigger
 from fsdp.subset import subset
@@ -64,11 +65,8 @@ class Runtime:
         self.exports_state = False  # True while full_state_dict reads the shards
         self._epoch = 0  # root forwards so far
         self._depth = 0
-        self._forward_order: list[Unit] = []
-        self._next_of: dict[Unit, Unit] = {}
-        self._ahead: dict[Unit, None] = {}  # units that are gathered before their turn
+        self.prefetch = Prefetch()
         self.broadcasts_buffers = True  # at training forwards
-        self.max_live_parameters: int | None = None  # gathered at once by guesses, in elements
         self._together: list[Together] = []
         self._unsplit: list[PostForwardShard] = []
         self._begun: list[Use] = []
@@ -89,6 +87,7 @@ class Runtime:
         """Fix the orders of gathers and reductions. The root's parameters are used first and often last too."""
         *inner, root = self.units
         self.groups = [group for unit in (root, *inner) for group in unit.own_groups]
+        self.prefetch.groups = self.groups
         for unit in self.units:
             unit.runtime = self
         for group in self.groups:
@@ -145,8 +144,7 @@ class Runtime:
 
     def _start_forward(self) -> None:
         self._epoch += 1
-        self._next_of = dict(zip(self._forward_order, self._forward_order[1:], strict=False))
-        self._forward_order = []
+        self.prefetch.start_forward()
         for group in self.groups:
             if not group.strategy.shards:
                 group.check_parameters()
@@ -155,7 +153,7 @@ class Runtime:
 
     def replay_forward(self) -> None:
         """Take part in the gathers of a forward of other ranks that is like this rank's last one; compute nothing."""
-        order = self._forward_order
+        order = self.prefetch.order
         if not order:
             raise RuntimeError(f"rank {self.comm.rank} has run no forward that it could repeat for other ranks")
         self._start_forward()
@@ -192,24 +190,14 @@ class Runtime:
         broadcast_tensors(self.comm, [buffer for buffer in buffers if buffer is not None])
 
     def gather(self, unit: Unit) -> Use:
-        """Have the parameters of ``unit``, and start to gather those of the unit that came next last time.
-
-        A wrong guess costs memory until the end of the forward. There is one guess at a time, so at most two units are
-        gathered at once, beside what is kept; unless the unit says what to fetch.
-        """
+        """Have the parameters of ``unit``, and start to gather those of the unit that came next last time."""
         for group in unit.groups:
             group.unshard(self._epoch)
         for group in unit.groups:
             group.wait_for_unshard()
-        self._ahead.pop(unit, None)
-        use = Use(unit, self._forward_order[-1] if self._forward_order else None)
-        self._forward_order.append(unit)
-        if unit.forward_prefetch is None:
-            if not self._ahead:
-                self._prefetch(self._next_of.get(unit), self._epoch)
-        else:
-            for other in unit.forward_prefetch:
-                self._prefetch(other, self._epoch)
+        self.prefetch.came(unit)
+        use = Use(unit, self.prefetch.run(unit))
+        self.prefetch.in_forward(unit, self._epoch)
         self.poll()
         return use
 
@@ -219,24 +207,8 @@ class Runtime:
             group.unshard()
         for group in unit.groups:
             group.wait_for_unshard()
-        self._ahead.pop(unit, None)
+        self.prefetch.came(unit)
         return Use(unit, None)
-
-    def _prefetch(self, unit: Unit | None, epoch: int | None) -> None:
-        if unit is None or not unit.frees_after_forward:
-            return
-        # Its own only: what it shares with other units is gathered, or they are about to gather it.
-        groups = unit.own_groups
-        if all(group.storage is Storage.FREED for group in groups) and self._has_room(groups):
-            self._ahead[unit] = None
-            for group in groups:
-                group.unshard(epoch)
-
-    def _has_room(self, groups: list[ParamGroup]) -> bool:
-        if self.max_live_parameters is None:
-            return True
-        live = [group for group in self.groups if group.strategy.shards and group.storage is not Storage.FREED]
-        return sum(group.layout.numel for group in (*live, *groups)) <= self.max_live_parameters
 
     def end_forward(self, differentiable: bool) -> None:
         """A forward ends, outside of backward. Without anything to differentiate nothing stays gathered."""
@@ -244,10 +216,7 @@ class Runtime:
         if self._depth:
             return
         self.phase = Phase.IDLE
-        for unit in self._ahead:
-            for group in unit.own_groups:
-                group.reshard()
-        self._ahead.clear()
+        self.prefetch.free()
         for together in self._together:
             if together.give_up() and together.units[-1].frees_after_forward:
                 for group in together.units[-1].own_groups:
@@ -286,12 +255,8 @@ class Runtime:
         for group in use.groups:
             group.wait_for_unshard()
             group.enter()
-        self._ahead.pop(use.unit, None)
-        if use.unit.backward_prefetch is not None:
-            for other in use.unit.backward_prefetch:
-                self._prefetch(other, None)
-        elif use.before is not None and not self._ahead and use.before.gathers_for_backward:
-            self._prefetch(use.before, None)
+        self.prefetch.came(use.unit)
+        self.prefetch.in_backward(use)
         self.poll()
 
     def after_backward(self, use: Use) -> None:
@@ -331,7 +296,7 @@ class Runtime:
 
     def _rest(self, keep: bool) -> None:
         """Free what is gathered. ``keep``: what is gathered once a step stays for the next micro-step."""
-        self._ahead.clear()
+        self.prefetch.forget()
         for group in self.groups:
             if keep and (group.strategy.trigger is not Trigger.INPUTS or not group.frees_after_backward):
                 group.retain()
@@ -357,7 +322,5 @@ class Runtime:
 
     def poll(self) -> None:
         """Some transports only move when they are asked: called at every border of a unit."""
-        for unit in self._ahead:
-            for group in unit.own_groups:
-                group.poll()
+        self.prefetch.poll()
         self.reducer.poll()

@@ -19,6 +19,7 @@ def broadcast_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], src: 
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
         for dtype, group in by_dtype.items():
+            # Side by side: one broadcast for all of a dtype costs less than one a tensor, and buffers are small.
             flat = torch.cat([t.reshape(-1) for t in group]).to(comm.device, dtype)
             comm.broadcast(flat, src)
             if comm.rank != src:

@@ -61,7 +61,7 @@ class PrivateBuffer(Unsharded):
     def contribution(self, shard: torch.Tensor, again: bool) -> torch.Tensor:
         tensor = self.tensor
         if shard.dtype == tensor.dtype and shard.device == tensor.device:
-            return shard
+            return shard  # sent as it is
         return shard.to(tensor.device, tensor.dtype)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class HostBuffer(Unsharded):
     def contribution(self, shard: torch.Tensor, again: bool) -> torch.Tensor:
         if self.keeps_shard or again:
             return self._mine
-        return shard.to(self.tensor.device, self.tensor.dtype)
+        return shard.to(self.tensor.device, self.tensor.dtype)  # the gather itself writes it to its slot
 
     def close(self) -> None:
         self._buffer.retire()
@@ -126,6 +126,6 @@ def unsharded(
         return PrivateBuffer(values if values.dtype == dtype else torch.empty_like(values, dtype=dtype))
     keeps_shard = buffer.one_host and dtype == values.dtype and home == comm.device and host_shared != "copy"
     shared = HostBuffer(comm, buffer, part, keeps_shard, guards=host_shared == "debug")
-    if keeps_shard:
+    if keeps_shard:  # the values move in once, and are the shard from now on
         buffer.part(*part).copy_(values[part[0] : part[1]])
     return shared

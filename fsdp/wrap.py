@@ -12,7 +12,8 @@ from collectives import Communicator
 from fsdp.gradient_hooks import replicated_in
 from fsdp.meta_device import Initialise, materialise
 from fsdp.offload import CPUOffloadPolicy
-from fsdp.param_group import ManagedParameter, ParamGroup
+from fsdp.param_group import ParamGroup
+from fsdp.places import ManagedParameter
 from fsdp.post_forward import post_forward_shard
 from fsdp.precision import MixedPrecisionPolicy
 from fsdp.runtime import Runtime
@@ -158,7 +159,7 @@ def wrap(
         for each, (_, module) in zip(units, parts, strict=True):
             refuse_plain_state_dict(each, module)
     for group in unit.groups:
-        group.guard()
+        group.places.find()
     return unit
 
 
@@ -224,12 +225,19 @@ class _Walk:
                 self.visit(child, f"{prefix}{name}.")
 
 
-def walk_and_group(module: nn.Module, taken: set[int], bucket_mb: float | None) -> list[list[nn.Parameter]]:
+def walk_and_group(
+    module: nn.Module, taken: set[int], bucket_mb: float | None, resident: Resident | None = None
+) -> list[list[nn.Parameter]]:
     """The groups that ``wrap`` would make of ``module``; adds what they hold to ``taken``."""
-    walk = _Walk(frozenset(), taken)
+    walk = _Walk(frozenset(), taken, resident)
     walk.visit(module, "")
     taken.update(walk.owned)
     return [[m.parameter for m in group] for group in _group(list(walk.owned.values()), bucket_mb)]
+
+
+def resident_groups(resident: Resident) -> list[list[nn.Parameter]]:
+    """The groups that the last unit of a call would make of small parameters."""
+    return [[m.parameter for m in group] for group in _group(list(resident.found.values()), None)]
 
 
 def _group(parameters: Sequence[ManagedParameter], bucket_mb: float | None) -> list[list[ManagedParameter]]:
@@ -268,7 +276,7 @@ def _borrow(unit: Unit) -> None:
                 managed.owners.append((module, name))
                 if group not in unit.groups:
                     unit.groups.append(group)
-                group.guard()
+                group.places.find()
                 break
         else:
             unresolved.append((parameter, module, name))

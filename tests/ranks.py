@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 
@@ -81,6 +81,29 @@ def run_ranks(
     if backend.rpartition("+")[2] == "threads":
         return collectives.run(functools.partial(fn, **kwargs), *args, n=world_size, backend=backend)
     return POOLS.get(family(backend), world_size).run(Call(fn, args, kwargs, backend), timeout)
+
+
+class Run(Protocol):
+    """``run_ranks`` on the backend of the test that asks for the fixture ``run``."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, n: int = 2) -> list[Any]: ...
+
+
+def world_sizes(*usual: int) -> pytest.MarkDecorator:
+    """Parametrize a test by ``world_size``: these, and with ``--exhaustive`` the rest of 1 to 4."""
+    sizes = sorted({1, 2, 3, 4, *usual})
+    params = [pytest.param(n, marks=() if n in usual else pytest.mark.exhaustive) for n in sizes]
+    return pytest.mark.parametrize("world_size", params)
+
+
+def backends(*names: str) -> pytest.MarkDecorator:
+    """Parametrize a test by ``backend``: the first of these, and with ``--exhaustive`` the others."""
+    others = [pytest.param(name, marks=pytest.mark.exhaustive) for name in names[1:]]
+    return pytest.mark.parametrize("backend", [names[0], *others])
+
+
+PROCESSES = backends("gloo", "mpi", "ring+gloo", "shm+gloo")  # where ranks must not share an interpreter
+PRIVATE = backends("threads", "gloo", "mpi", "ring+gloo")  # ranks share no memory
 
 
 def family(backend: str) -> str:

@@ -91,7 +91,7 @@ class Holdings:
         for group in self.groups:
             group.check_parameters()
             if group.strategy.shards:
-                pieces = group.pieces
+                pieces = group.shards.pieces
             else:  # every rank has all of it and writes its share
                 pieces = FlatLayout.even(group.layout.numels, group.comm.world_size).pieces(group.comm.rank)
             for managed, shape, piece in zip(group.managed, group.shapes, pieces, strict=True):

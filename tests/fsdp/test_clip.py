@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import collectives
 from collectives import Communicator
 from fsdp import clip_grad_norm_, fully_shard
 from tests.fsdp.models import adamw, difference, full_state, wrapped
-from tests.ranks import run_ranks
+from tests.ranks import Run, grid, run_ranks, world_sizes
 
 
 class Parts(nn.Module):
@@ -37,11 +36,11 @@ def clipped(comm: Communicator, stage: int, norm_type: float) -> tuple[float, li
     return float(norm), comm.all_gather_object(grads)
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@grid(world_sizes=(2,), threads=(), full=lambda backend, n: backend != "threads")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 13.0), (math.inf, 12.0), (1.0, 19.0)])
-def test_f7_norms_span_ranks(backend: str, stage: int, norm_type: float, norm: float) -> None:
-    for found, grads in run_ranks(clipped, stage, norm_type, world_size=2, backend=backend):
+def test_f7_norms_span_ranks(backend: str, world_size: int, stage: int, norm_type: float, norm: float) -> None:
+    for found, grads in run_ranks(clipped, stage, norm_type, world_size=world_size, backend=backend):
         assert found == norm
         for values in grads:
             assert values[-1] == pytest.approx(12.0 / norm, rel=1e-5)
@@ -72,17 +71,18 @@ def scaled(comm: Communicator, strategy: str | int, overflow: bool) -> tuple[Any
 
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", 1, 2, 3])
-def test_f9_ranks_without_elements_agree(strategy: str | int, overflow: bool) -> None:
+@world_sizes(4)
+def test_f9_ranks_without_elements_agree(run: Run, world_size: int, strategy: str | int, overflow: bool) -> None:
     model = nn.Linear(2, 1, bias=False)
     nn.init.constant_(model.weight, 0.5)
     optim = adamw(model.parameters())
     for _ in range(1 if overflow else 2):
         optim.zero_grad()
-        for rank in range(4):
-            (model(torch.tensor([1.0 + rank, 2.0])).sum() / 4).backward()
+        for rank in range(world_size):
+            (model(torch.tensor([1.0 + rank, 2.0])).sum() / world_size).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optim.step()
-    for state, scale, steps in collectives.run(scaled, strategy, overflow, n=4, timeout=30.0):
+    for state, scale, steps in run(scaled, strategy, overflow, n=world_size):
         assert difference(state, dict(model.state_dict())) < 1e-6
         assert scale == (4.0 if overflow else 8.0)
         assert steps == (1 if overflow else 2)
@@ -95,5 +95,6 @@ def poisoned(comm: Communicator, stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_not_a_number_is_agreed(stage: int) -> None:
-    assert all(math.isnan(norm) for norm in collectives.run(poisoned, stage, n=3, timeout=30.0))
+@world_sizes(3)
+def test_not_a_number_is_agreed(run: Run, world_size: int, stage: int) -> None:
+    assert all(math.isnan(norm) for norm in run(poisoned, stage, n=world_size))

@@ -10,7 +10,7 @@ import torch
 from collectives import Communicator
 from fsdp import DistributedDataParallel, fully_shard
 from tests.fsdp.models import OddBlock, OddNet, adamw, difference, filled, full_state, loss_of, reference, train, words
-from tests.ranks import run_ranks
+from tests.ranks import PROCESSES, run_ranks, world_sizes
 
 compilers = pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
 
@@ -32,7 +32,8 @@ def compiled_blocks(comm: Communicator, stage: int, compiler: str, before: bool)
 @compilers
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2)])
+@PROCESSES
+@world_sizes(2)
 def test_torch_compile_of_blocks(backend: str, world_size: int, stage: int, before: bool, compiler: str) -> None:
     found = run_ranks(compiled_blocks, stage, compiler, before, world_size=world_size, backend=backend, timeout=120.0)
     assert max(found) < 1e-10
@@ -50,7 +51,8 @@ def compiled_ddp(comm: Communicator, compiler: str) -> float:
 
 
 @compilers
-@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2)])
+@PROCESSES
+@world_sizes(2)
 def test_torch_compile_of_ddp(backend: str, world_size: int, compiler: str) -> None:
     assert max(run_ranks(compiled_ddp, compiler, world_size=world_size, backend=backend, timeout=120.0)) < 1e-10
 
@@ -66,6 +68,7 @@ def block_graphs(comm: Communicator) -> None:
         loss_of(model, words(comm.rank, step)).backward()
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2)])
+@PROCESSES
+@world_sizes(2)
 def test_graph_breaks_only_at_unit_borders(backend: str, world_size: int) -> None:
     run_ranks(block_graphs, world_size=world_size, backend=backend, timeout=120.0)

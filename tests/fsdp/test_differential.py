@@ -16,7 +16,7 @@ from torch import nn
 from collectives import Communicator
 from fsdp import DistributedDataParallel, clip_grad_norm_, fully_shard
 from tests.fsdp.models import full_state
-from tests.ranks import run_ranks
+from tests.ranks import PROCESSES, run_ranks
 
 STEPS, WIDTH, MAX_NORM = 10, 12, 0.5
 State = dict[str, torch.Tensor]
@@ -117,7 +117,7 @@ def all_of_them(comm: Communicator) -> dict[str, tuple[list[float], State]]:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("backend", ["gloo"])
+@PROCESSES
 def test_torch_and_ours_take_the_same_steps(backend: str, world_size: int) -> None:
     for found in run_ranks(all_of_them, world_size=world_size, backend=backend, timeout=120.0):
         expected, weights = found["torch DDP"]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import collectives
 from collectives import Communicator
 from collectives.errors import UnsupportedError
 from fsdp import DistributedDataParallel, MixedPrecisionPolicy, convert_sync_batchnorm, fully_shard, unit_statistics
@@ -32,17 +31,13 @@ from tests.fsdp.models import (
     wrapped,
 )  # fmt: skip
 from tests.fsdp.test_memory import live_bytes
-from tests.ranks import grid, run_ranks
+from tests.ranks import Run, grid, run_ranks, world_sizes
 
-some_backends = grid(world_sizes=(2,), threads=(1, 3), full=lambda backend, n: backend != "threads" or n != 3)
+some_backends = grid(threads=(), full=lambda backend, n: backend != "threads" or n != 3)
 every_strategy = pytest.mark.parametrize(
     "strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
 )
 stages = pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.full), 3])
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
 
 
 # Construction
@@ -98,17 +93,17 @@ def test_ignored_params(backend: str, world_size: int, stage: int) -> None:
 
 
 def in_sub_groups(comm: Communicator, strategy: str | int) -> float:
-    """Ranks 2 and 1, in this order; rank 0 trains alone meanwhile. Averages are over the group only."""
+    """The last rank to rank 1, in this order; rank 0 trains alone meanwhile. Averages are over the group only."""
     group = comm.split(0 if comm.rank == 0 else 1, key=-comm.rank)
     assert group is not None
-    assert group.rank == (0 if comm.rank == 0 else 2 - comm.rank)
+    assert group.rank == (0 if comm.rank == 0 else comm.world_size - 1 - comm.rank)
     seed = 0 if group.rank == 0 else 9
     model = wrapped(filled(OddNet(1), seed), group, strategy, [OddBlock])
     state, _ = train(group, model, 2, adamw)
     return difference(state, reference(filled(OddNet(1)), group.world_size, 2, adamw)[0])
 
 
-@grid(world_sizes=(3,), threads=(), full=lambda backend, n: backend != "threads")
+@grid(world_sizes=(3, 2, 4), threads=(), full=lambda backend, n: backend != "threads" or n != 3)
 @every_strategy
 def test_sub_groups(backend: str, world_size: int, strategy: str | int) -> None:
     assert max(run_ranks(in_sub_groups, strategy, world_size=world_size, backend=backend)) < 1e-10
@@ -169,8 +164,9 @@ def nothing_to_train(comm: Communicator, strategy: str | int) -> float:
 
 
 @every_strategy
-def test_d19_a_module_without_trainable_parameters(strategy: str | int) -> None:
-    assert run(nothing_to_train, strategy) == [0.0, 0.0]
+@world_sizes(2)
+def test_d19_a_module_without_trainable_parameters(run: Run, world_size: int, strategy: str | int) -> None:
+    assert run(nothing_to_train, strategy, n=world_size) == [0.0] * world_size
 
 
 # Gradient sync
@@ -347,8 +343,9 @@ def allocated(comm: Communicator, strategy: str | int) -> tuple[int, int]:
 
 
 @every_strategy
-def test_comm_buffer_allocator(strategy: str | int) -> None:
-    for used, foreign in run(allocated, strategy):
+@world_sizes(2)
+def test_comm_buffer_allocator(run: Run, world_size: int, strategy: str | int) -> None:
+    for used, foreign in run(allocated, strategy, n=world_size):
         assert used >= 2
         assert foreign == 0
 
@@ -389,8 +386,9 @@ def by_closure(comm: Communicator, strategy: str | int, optimizer: Any) -> float
 
 @every_strategy
 @pytest.mark.parametrize("optimizer", [rmsprop, adagrad, nadam, fused])
-def test_any_optimizer(strategy: str | int, optimizer: Any) -> None:
-    assert max(run(by_closure, strategy, optimizer, n=3)) < 1e-8
+@world_sizes(3)
+def test_any_optimizer(run: Run, world_size: int, strategy: str | int, optimizer: Any) -> None:
+    assert max(run(by_closure, strategy, optimizer, n=world_size)) < 1e-8
 
 
 def decay_groups(parameters: Any) -> torch.optim.Optimizer:
@@ -456,8 +454,8 @@ def interleaved(comm: Communicator | None, strategy: str | int, ranks: int) -> t
 
 
 @every_strategy
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_f25_interleaved_groups_and_one_that_is_added(strategy: str | int, world_size: int) -> None:
+@world_sizes(1, 2)
+def test_f25_interleaved_groups_and_one_that_is_added(run: Run, strategy: str | int, world_size: int) -> None:
     expected, rates = interleaved(None, strategy, world_size)
     for state, found in run(interleaved, strategy, world_size, n=world_size):
         assert difference(state, expected) < 1e-10
@@ -483,8 +481,8 @@ def matrix_optimizer(comm: Communicator, stage: int) -> None:
 
 
 @stages
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_matrix_optimizers_raise_on_cut_parameters(stage: int, world_size: int) -> None:
+@world_sizes(1, 2)
+def test_matrix_optimizers_raise_on_cut_parameters(run: Run, stage: int, world_size: int) -> None:
     run(matrix_optimizer, stage, n=world_size)
 
 

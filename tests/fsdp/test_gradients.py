@@ -10,21 +10,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import collectives
 from collectives import Communicator
 from fsdp.fsdp_module import no_sync
 from fsdp.unit import unit_of
 from tests.fsdp.models import OddBlock, OddNet, difference, filled, full_state, loss_of, words, wrapped
+from tests.ranks import Run, world_sizes
 
 # Stage 0 does what DDP does, in place.
 pytestmark = pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2, 3]
 )
 Grads = dict[str, torch.Tensor | None]
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
 
 
 def gradients(comm: Communicator, model: nn.Module) -> Grads:
@@ -88,7 +84,7 @@ def unsynced_use(comm: Communicator, strategy: str | int) -> Grads:
     return gradients(comm, model)
 
 
-def test_d1_a_layer_used_only_without_sync_is_reduced(strategy: str | int) -> None:
+def test_d1_a_layer_used_only_without_sync_is_reduced(run: Run, strategy: str | int) -> None:
     for grads in run(unsynced_use, strategy):
         assert values(grads) == {"a.w": 2.0, "b.w": 6.0, "free": None}
 
@@ -111,10 +107,11 @@ def momentum_steps(comm: Communicator | None, strategy: str | int, uses: list[st
     return seen
 
 
-def test_d3_unused_params_that_nobody_used_do_not_move(strategy: str | int) -> None:
+@world_sizes(2)
+def test_d3_unused_params_that_nobody_used_do_not_move(run: Run, world_size: int, strategy: str | int) -> None:
     expected = momentum_steps(None, strategy, ["ab", "a", "ab"])
     assert expected[1]["b.w"] is None
-    for seen in run(momentum_steps, strategy, ["ab", "a", "ab"]):
+    for seen in run(momentum_steps, strategy, ["ab", "a", "ab"], n=world_size):
         for got, want in zip(seen, expected, strict=True):
             assert got.keys() == want.keys()
             for name, value in want.items():
@@ -128,7 +125,7 @@ def used_on_rank_0(comm: Communicator, strategy: str | int) -> Grads:
     return gradients(comm, model)
 
 
-def test_d3_unused_params_that_one_rank_used_are_averaged(strategy: str | int) -> None:
+def test_d3_unused_params_that_one_rank_used_are_averaged(run: Run, strategy: str | int) -> None:
     for grads in run(used_on_rank_0, strategy):
         assert values(grads) == {"a.w": None, "b.w": 2.0, "free": (3.0 * 4 + 4) / 2}
 
@@ -160,14 +157,15 @@ def reused(comm: Communicator, strategy: str | int, reentrant: bool | None, unit
 
 @pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+@world_sizes(2)
 def test_d9_activation_checkpoint_of_a_module_used_twice(
-    strategy: str | int, reentrant: bool | None, units: bool
+    run: Run, world_size: int, strategy: str | int, reentrant: bool | None, units: bool
 ) -> None:
     model = filled(Reused(None))
-    for rank in range(2):
-        (model(rows(rank)).pow(2).sum() / 2).backward()
+    for rank in range(world_size):
+        (model(rows(rank)).pow(2).sum() / world_size).backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
-    for grads in run(reused, strategy, reentrant, units):
+    for grads in run(reused, strategy, reentrant, units, n=world_size):
         for name, want in expected.items():
             assert (grads[name] - want).abs().max() < 1e-12, name
 
@@ -185,7 +183,7 @@ def forwards_first(comm: Communicator, strategy: str | int, order: str) -> Grads
 
 
 @pytest.mark.parametrize("order", ["ab", "ba", "sum"])
-def test_f5_repeated_forward_before_backward(strategy: str | int, order: str) -> None:
+def test_f5_repeated_forward_before_backward(run: Run, strategy: str | int, order: str) -> None:
     for grads in run(forwards_first, strategy, order):
         assert values(grads) == {"w": 5.0}
 
@@ -198,7 +196,7 @@ def retained(comm: Communicator, strategy: str | int) -> Grads:
     return gradients(comm, model)
 
 
-def test_f5_a_graph_used_twice(strategy: str | int) -> None:
+def test_f5_a_graph_used_twice(run: Run, strategy: str | int) -> None:
     for grads in run(retained, strategy):
         assert values(grads) == {"w": 6.0}
 
@@ -217,15 +215,16 @@ def accumulated(comm: Communicator, strategy: str | int, pattern: str, units: bo
 
 @pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
 @pytest.mark.parametrize("pattern", ["plain", "no_sync", "mixed"])
+@world_sizes(3)
 def test_accumulate_with_and_without_sync_gives_the_same_gradients(
-    strategy: str | int, pattern: str, units: bool
+    run: Run, world_size: int, strategy: str | int, pattern: str, units: bool
 ) -> None:
     model = filled(OddNet(2))
     for step in range(4, 8):
-        for rank in range(3):
-            (loss_of(model, words(rank, step)) / 3).backward()
+        for rank in range(world_size):
+            (loss_of(model, words(rank, step)) / world_size).backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
-    for grads in run(accumulated, strategy, pattern, units, n=3):
+    for grads in run(accumulated, strategy, pattern, units, n=world_size):
         assert all((grads[n] - g).abs().max() < 1e-12 for n, g in expected.items())
 
 
@@ -248,11 +247,12 @@ def zeroed(comm: Communicator, strategy: str | int, where: str) -> Grads:
 
 
 @pytest.mark.parametrize("where", ["before", "between, by the model", "between, to zero", "after"])
-def test_zero_grad_anywhere(strategy: str | int, where: str) -> None:
+@world_sizes(2)
+def test_zero_grad_anywhere(run: Run, world_size: int, strategy: str | int, where: str) -> None:
     model = filled(OddNet(2))
-    for rank in range(2):
-        (loss_of(model, words(rank, 2)) / 2).backward()
-    for grads in run(zeroed, strategy, where):
+    for rank in range(world_size):
+        (loss_of(model, words(rank, 2)) / world_size).backward()
+    for grads in run(zeroed, strategy, where, n=world_size):
         assert all((grads[n] - p.grad).abs().max() < 1e-12 for n, p in model.named_parameters())
 
 
@@ -304,8 +304,9 @@ def frozen_reference(world_size: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_frozen_parameters_stay_and_thawed_ones_train(strategy: str | int) -> None:
-    for moved, difference_to_one_process, has_grad in run(frozen, strategy, n=3):
+@world_sizes(3)
+def test_d5_frozen_parameters_stay_and_thawed_ones_train(run: Run, world_size: int, strategy: str | int) -> None:
+    for moved, difference_to_one_process, has_grad in run(frozen, strategy, n=world_size):
         assert {name.split(".")[-1] for name, did in moved.items() if did} == {"narrow", "scale", "wide"}
         assert difference_to_one_process < 1e-10
         assert all(has == ("narrow" in name or "wide" in name) for name, has in has_grad)
@@ -320,5 +321,5 @@ def hooked(comm: Communicator, strategy: str | int) -> tuple[int, float]:
     return len(calls), float(gradients(comm, model)["w"])
 
 
-def test_user_gradient_hooks_run_once(strategy: str | int) -> None:
+def test_user_gradient_hooks_run_once(run: Run, strategy: str | int) -> None:
     assert run(hooked, strategy) == [(1, 20.0)] * 2

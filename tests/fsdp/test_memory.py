@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import collectives
 from collectives import Communicator
 from fsdp.flat_layout import ALIGNMENT
 from tests.fsdp.models import OddBlock, OddNet, filled, loss_of, words, wrapped
+from tests.ranks import PRIVATE, Run, world_sizes
 
 ITEM = 4
 
@@ -63,18 +63,19 @@ def two_steps(comm: Communicator, strategy: str | int, units: Any) -> tuple[nn.M
     return model, optim
 
 
-def held_at_rest(comm: Communicator, strategy: str | int, units: Any) -> int:
-    """Bytes that two steps leave on all ranks, seen from rank 0. A first model warms up the communicator's scratch."""
+def held_at_rest(comm: Communicator, strategy: str | int, units: Any, one_process: bool) -> int:
+    """Bytes that two steps leave in this process. A first model warms up the communicator's scratch."""
     kept: Any = two_steps(comm, strategy, units)
     held = []
+    looks = comm.rank == 0 or not one_process
     for _ in range(2):
         kept = None
         comm.barrier()
-        held.append(live_bytes() if comm.rank == 0 else 0)
+        held.append(live_bytes() if looks else 0)
         comm.barrier()
         kept = kept or two_steps(comm, strategy, units)
         comm.barrier()
-        held.append(live_bytes() if comm.rank == 0 else 0)
+        held.append(live_bytes() if looks else 0)
         comm.barrier()
     return held[3] - held[2]
 
@@ -92,6 +93,7 @@ FULL = {
 CASES = [(n, strategy, kind) for n in (1, 2, 4) for strategy in ("ddp", 0, 1, 2, 3) for kind in ("whole", "units")]
 
 
+@PRIVATE
 @pytest.mark.parametrize(
     ("world_size", "strategy", "kind"),
     [
@@ -99,9 +101,9 @@ CASES = [(n, strategy, kind) for n in (1, 2, 4) for strategy in ("ddp", 0, 1, 2,
         for case in CASES
     ],
 )
-def test_bytes_at_rest(world_size: int, strategy: str | int, kind: str) -> None:
+def test_bytes_at_rest(run: Run, backend: str, world_size: int, strategy: str | int, kind: str) -> None:
     units = [WideBlock] if kind == "units" else None
-    held = collectives.run(held_at_rest, strategy, units, n=world_size, timeout=50.0)[0]
+    held = sum(run(held_at_rest, strategy, units, backend == "threads", n=world_size))
     parameters = sum(p.numel() for p in WideNet().parameters())
     copies = world_size if strategy in ("ddp", 0) else 1
     padding = 25 * ALIGNMENT + 13 * world_size * ALIGNMENT
@@ -127,8 +129,9 @@ def units_gathered(comm: Communicator) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_at_most_two_units_are_gathered(world_size: int) -> None:
-    for seen in collectives.run(units_gathered, n=world_size, timeout=50.0):
+@PRIVATE
+@world_sizes(1, 2, 3)
+def test_at_most_two_units_are_gathered(run: Run, world_size: int) -> None:
+    for seen in run(units_gathered, n=world_size):
         assert len(seen) == 3 * 2 * 5
         assert max(seen) == 2  # so there is prefetch, and no more than that

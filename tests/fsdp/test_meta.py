@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,18 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import collectives
 from collectives import Communicator
 from collectives.errors import UnsupportedError
-from fsdp import fully_shard
+from fsdp import fully_shard, load_full_state_dict
 from fsdp.unit import unit_of
 from tests.fsdp.models import WIDTH, WORDS, adamw, difference, filled, full_state, reference, train
 from tests.fsdp.test_units import OddBlock, TiedAcross
-from tests.ranks import grid, run_ranks
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
+from tests.ranks import Run, grid, run_ranks, world_sizes
 
 
 class Rotary(nn.Module):
@@ -78,10 +74,15 @@ def built(comm: Communicator, stage: int, units: Any) -> None:
     with torch.no_grad():
         expected.embedding.weight.copy_(state["embedding.weight"])  # random
     assert difference(state, expected.state_dict()) == 0
+    for value in (loaded := copy.deepcopy(expected)).parameters():
+        value.data.add_(0.25)
+    load_full_state_dict(model, loaded.state_dict())
+    assert difference(full_state(model), loaded.state_dict()) == 0
+    load_full_state_dict(model, expected.state_dict())
     assert difference(train(comm, model, 2, adamw)[0], reference(expected, comm.world_size, 2, adamw)[0]) < 1e-5
 
 
-@grid(world_sizes=(2,), threads=(1, 3), full=lambda backend, n: backend != "threads")
+@grid(threads=(), full=lambda backend, n: backend != "threads" or n == 4)
 @pytest.mark.parametrize("units", [None, [nn.Sequential, Rotary]], ids=["whole", "nested"])
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_f27_meta_init_resets_each_module_once(backend: str, world_size: int, stage: int, units: Any) -> None:
@@ -98,8 +99,9 @@ def without_reset(comm: Communicator) -> None:
     assert all(bool((value == 0.5).all()) for value in full_state(model).values())
 
 
-def test_f27_a_module_without_a_reset_method_raises_by_name() -> None:
-    run(without_reset)
+@world_sizes(2)
+def test_f27_a_module_without_a_reset_method_raises_by_name(run: Run, world_size: int) -> None:
+    run(without_reset, n=world_size)
 
 
 class Watched(nn.Linear):
@@ -125,10 +127,12 @@ def one_at_a_time(comm: Communicator) -> list[int]:
     return peak
 
 
-def test_f27_at_most_one_unit_is_whole() -> None:
+@world_sizes(4)
+def test_f27_at_most_one_unit_is_whole(run: Run, world_size: int) -> None:
     whole = 64 * 64 * 4
-    for peak in run(one_at_a_time, n=4):
-        assert peak == [whole + i * whole // 4 for i in range(5)]
+    shard = 4 * 16 * -(-64 * 64 // (16 * world_size))
+    for peak in run(one_at_a_time, n=world_size):
+        assert peak == [whole + i * shard for i in range(5)]
 
 
 def separate_calls(comm: Communicator, stage: int) -> float:
@@ -146,5 +150,6 @@ def separate_calls(comm: Communicator, stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_tied_params_between_separate_calls(stage: int) -> None:
-    assert max(run(separate_calls, stage)) < 1e-10
+@world_sizes(2)
+def test_tied_params_between_separate_calls(run: Run, world_size: int, stage: int) -> None:
+    assert max(run(separate_calls, stage, n=world_size)) < 1e-10

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import collectives
 from collectives import Communicator
 from fsdp import CPUOffloadPolicy, DistributedDataParallel, MixedPrecisionPolicy, fully_shard, summon_full_params
 from fsdp.unit import unit_of
@@ -27,14 +26,10 @@ from tests.fsdp.models import (
     train,
     words,
 )  # fmt: skip
-from tests.ranks import grid, run_ranks
+from tests.ranks import Run, grid, run_ranks, world_sizes
 
 stages = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
 BF16 = torch.bfloat16
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
 
 
 class Block(nn.Module):
@@ -80,12 +75,15 @@ def cast(comm: Communicator, stage: int | str, policy: MixedPrecisionPolicy) -> 
     ],
     ids=["nothing", "param", "no inputs", "output", "param and output", "buffer"],
 )  # fmt: skip
-def test_param_reduce_dtype_casts_what_it_says(stage: int | str, policy: MixedPrecisionPolicy, expected: Any) -> None:
+@world_sizes(2)
+def test_param_reduce_dtype_casts_what_it_says(
+    run: Run, world_size: int, stage: int | str, policy: MixedPrecisionPolicy, expected: Any
+) -> None:
     usual = {
         "x": "float32", "index": "int64", "mask": "float32", "weight": "float32", "mean": "float32", "count": "int64",
         "rotary": "float32", "y": "float32", "out": "torch.int64",
     }  # fmt: skip
-    for seen in run(cast, stage, policy):
+    for seen in run(cast, stage, policy, n=world_size):
         assert seen == {**usual, **expected}
 
 
@@ -123,10 +121,13 @@ def lowered(comm: Communicator, stage: int | str, units: bool, reentrant: bool |
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
-def test_param_dtype_gives_the_same_bits_at_every_stage(units: bool, reentrant: bool | None) -> None:
-    expected, losses = run(lowered, 1, units, None)[0]
+@world_sizes(2)
+def test_param_dtype_gives_the_same_bits_at_every_stage(
+    run: Run, world_size: int, units: bool, reentrant: bool | None
+) -> None:
+    expected, losses = run(lowered, 1, units, None, n=world_size)[0]
     for stage in ("ddp", 0, 1, 3):
-        state, found = run(lowered, stage, units, reentrant)[0]
+        state, found = run(lowered, stage, units, reentrant, n=world_size)[0]
         assert found == losses, stage
         assert all(value.dtype == torch.float32 for value in state.values())
         assert same_bits(state, expected), stage
@@ -148,7 +149,7 @@ def half(comm: Communicator, stage: int, value: float, reduce_dtype: torch.dtype
         return model.w.grad.tolist()
 
 
-@grid(world_sizes=(4,), threads=(), full=lambda backend, n: backend != "threads")
+@grid(world_sizes=(4, 2, 3), threads=(), full=lambda backend, n: backend != "threads" or n != 4)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("value", [30000.0, 2.0**-24])
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -201,10 +202,11 @@ def under_autocast(comm: Communicator | None, stage: int, world_size: int, scali
 
 @pytest.mark.parametrize("scaling", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_autocast_and_grad_scaler_equal_one_process(stage: int, scaling: bool) -> None:
-    expected, scales = under_autocast(None, stage, 3, scaling)
+@world_sizes(3)
+def test_autocast_and_grad_scaler_equal_one_process(run: Run, world_size: int, stage: int, scaling: bool) -> None:
+    expected, scales = under_autocast(None, stage, world_size, scaling)
     assert not scaling or scales == [16.0, 16.0, 8.0, 8.0]
-    for state, found in run(under_autocast, stage, 3, scaling, n=3):
+    for state, found in run(under_autocast, stage, world_size, scaling, n=world_size):
         assert found == scales
         assert difference(state, expected) < 2e-3  # bfloat16 gradients
         assert all(bool(value.isfinite().all()) for value in state.values())
@@ -219,8 +221,9 @@ def offloaded(comm: Communicator, stage: int, pin: bool) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_cpu_offload(stage: int) -> None:
-    assert max(run(offloaded, stage, True)) < 1e-10
+@world_sizes(2)
+def test_cpu_offload(run: Run, world_size: int, stage: int) -> None:
+    assert max(run(offloaded, stage, True, n=world_size)) < 1e-10
 
 
 def reduced_low(comm: Communicator, stage: int) -> tuple[int, bool]:
@@ -237,7 +240,7 @@ def reduced_low(comm: Communicator, stage: int) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_reduce_dtype_halves_the_bytes(stage: int) -> None:
+def test_reduce_dtype_halves_the_bytes(run: Run, stage: int) -> None:
     elements = sum(-(-p.numel() // 16) * 16 for p in OddNet(1).parameters())
     for sent, wide in run(reduced_low, stage):
         assert wide

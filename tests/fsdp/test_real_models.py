@@ -10,17 +10,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import collectives
 from collectives import Communicator
 from fsdp import DistributedDataParallel, fully_shard, summon_full_params
 from tests.fsdp.models import difference, filled, full_state
-from tests.ranks import run_ranks
+from tests.ranks import Run, run_ranks, world_sizes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install -e .[test]"
 )
 STEPS, VOCABULARY = 5, 40
 MODELS = ["gpt2", "llama", "resnet"]
+
+
+FULL = {("gloo", 2), ("mpi", 3)}
+PLACES = [
+    pytest.param(
+        b, n, marks=() if b == "threads" and n == 2 else pytest.mark.full if (b, n) in FULL else pytest.mark.exhaustive
+    )
+    for b in ("threads", "gloo", "mpi", "ring+gloo", "shm+gloo")
+    for n in (1, 2, 3, 4)
+]
 
 
 def build(kind: str, seed: int = 0) -> Any:
@@ -138,10 +147,7 @@ def one_process(kind: str, world_size: int) -> tuple[dict[str, torch.Tensor], li
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
-@pytest.mark.parametrize(
-    ("backend", "world_size"),
-    [("threads", 2), pytest.param("gloo", 2, marks=pytest.mark.full), pytest.param("mpi", 3, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("backend", "world_size"), PLACES)
 def test_five_steps_equal_one_process(backend: str, world_size: int, strategy: str | int, kind: str) -> None:
     expected, losses = one_process(kind, world_size)
     results = run_ranks(five_steps, kind, strategy, world_size=world_size, backend=backend, timeout=120.0)
@@ -175,6 +181,7 @@ def generated(comm: Communicator, kind: str, stage: int, how: str) -> list[int]:
 @pytest.mark.parametrize("how", ["whole", "synced"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_f23_generate_with_different_lengths(kind: str, stage: int, how: str) -> None:
-    expected = [generate(build(kind).eval(), rank) for rank in range(3)]
-    assert collectives.run(generated, kind, stage, how, n=3, timeout=60.0) == expected
+@world_sizes(3)
+def test_f23_generate_with_different_lengths(run: Run, world_size: int, kind: str, stage: int, how: str) -> None:
+    expected = [generate(build(kind).eval(), rank) for rank in range(world_size)]
+    assert run(generated, kind, stage, how, n=world_size) == expected

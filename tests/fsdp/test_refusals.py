@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import pickle
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-import collectives
 from collectives import Communicator
 from collectives.errors import CommError, UnsupportedError
-from fsdp import DistributedDataParallel, fully_shard, summon_full_params
+from fsdp import CPUOffloadPolicy, DistributedDataParallel, fully_shard, summon_full_params
 from tests.fsdp.models import OddBlock
+from tests.ranks import Run, world_sizes
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 Refusal = Callable[[Communicator], Any]
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
 
 
 class Tail(nn.Linear):
@@ -74,6 +73,20 @@ def on_meta(comm: Communicator) -> None:
     sharded(comm, model)
 
 
+def wrapped_twice(comm: Communicator) -> None:
+    inner = linear()
+    first = DistributedDataParallel(inner, comm)
+    DistributedDataParallel(inner, comm)
+    first(torch.ones(4))
+
+
+def offloaded_whole(comm: Communicator) -> None:
+    """As on a GPU, as far as the check sees."""
+    elsewhere = copy.copy(comm)
+    elsewhere.__dict__["device"] = torch.device("cuda")
+    sharded(elsewhere, stage=0, offload_policy=CPUOffloadPolicy())
+
+
 REFUSALS: dict[str, list[Refusal]] = {
     "`replicate_comm`": [lambda c: sharded(c, replicate_comm=c)],
     "`owner`": [lambda c: sharded(c, owner="balanced")],
@@ -92,6 +105,8 @@ REFUSALS: dict[str, list[Refusal]] = {
     "`copy.deepcopy(model)`, `torch.save(model)`": [
         lambda c: copy.deepcopy(sharded(c)),
         lambda c: copy.deepcopy(DistributedDataParallel(linear(), c)),
+        lambda c: pickle.dumps(sharded(c)),
+        lambda c: pickle.dumps(DistributedDataParallel(linear(), c)),
     ],
     "a module inside of a unit, or a method other than `forward`": [
         lambda c: sharded(c)[1](torch.ones(4)),
@@ -100,6 +115,8 @@ REFUSALS: dict[str, list[Refusal]] = {
     "a forward with gradients inside `summon_full_params`": [summoned],
     "a weight tied to a unit of another model": [tied_outside],
     "a module on `meta` without `reset_parameters`": [on_meta],
+    "a forward of a `DistributedDataParallel` whose module was wrapped once more": [wrapped_twice],
+    "`offload_policy` at stage 0 on a GPU": [offloaded_whole],
     "`set_requires_all_reduce(False)`": [lambda c: sharded(c).set_requires_all_reduce(False)],
     "`set_requires_gradient_sync(..., recurse=False)`": [
         lambda c: sharded(c).set_requires_gradient_sync(True, recurse=False)
@@ -123,6 +140,8 @@ NAMES = {  # words of the message
     "a forward with gradients inside `summon_full_params`": "no_grad",
     "a weight tied to a unit of another model": "tied to a parameter",
     "a module on `meta` without `reset_parameters`": "param_init_fn",
+    "a forward of a `DistributedDataParallel` whose module was wrapped once more": "wrapped once more",
+    "`offload_policy` at stage 0 on a GPU": "offload_policy",
     "`set_requires_all_reduce(False)`": "set_requires_all_reduce",
     "`set_requires_gradient_sync(..., recurse=False)`": "recurse",
     "`process_group`, `init_sync`, `mixed_precision`, `delay_all_reduce_named_params` of torch's DDP": (
@@ -138,16 +157,21 @@ def listed() -> dict[str, str]:
     return dict(rows[1:])
 
 
-def refused(comm: Communicator, what: str) -> None:
+def refused(comm: Communicator, what: str) -> list[tuple[str, int]]:
+    """Where in the package each attempt was refused: file and line."""
+    places = []
     for attempt in REFUSALS[what]:
-        with pytest.raises(UnsupportedError, match=NAMES[what]):
+        with pytest.raises(UnsupportedError, match=NAMES[what]) as caught:
             attempt(comm)
+        last = traceback.extract_tb(caught.value.__traceback__)[-1]
+        places.append((Path(last.filename).name, last.lineno or 0))
         comm.barrier()
+    return places
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("what", REFUSALS)
-def test_what_is_refused_raises_by_name(what: str, world_size: int) -> None:
+@world_sizes(1, 2)
+def test_what_is_refused_raises_by_name(run: Run, what: str, world_size: int) -> None:
     run(refused, what, n=world_size)
 
 
@@ -155,6 +179,25 @@ def test_the_readme_lists_what_is_refused() -> None:
     assert listed().keys() == REFUSALS.keys() == NAMES.keys()
     assert all(listed().values())
     assert issubclass(UnsupportedError, CommError)
+
+
+def refusals_of(source: Path) -> list[tuple[str, int, int]]:
+    """Where a file of the package raises ``UnsupportedError``: its name, first and last line."""
+    raises = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Raise)]
+    return [
+        (source.name, node.lineno, node.end_lineno or node.lineno)
+        for node in raises
+        if "UnsupportedError" in ast.unparse(node)
+    ]
+
+
+def test_whatever_raises_unsupported_is_listed(run: Run) -> None:
+    reached = {place for what in REFUSALS for places in run(refused, what) for place in places}
+    sources = [path for path in (README.parent / "fsdp").glob("*.py") if refusals_of(path)]
+    assert len(sources) > 5
+    for source in sources:
+        for name, first, last in refusals_of(source):
+            assert any(name == file and first <= line <= last for file, line in reached), (name, first)
 
 
 def wrong(comm: Communicator) -> None:
@@ -186,8 +229,8 @@ def wrong(comm: Communicator) -> None:
     model.set_requires_all_reduce(True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_wrong_arguments_raise_by_name(world_size: int) -> None:
+@world_sizes(1, 2)
+def test_wrong_arguments_raise_by_name(run: Run, world_size: int) -> None:
     run(wrong, n=world_size)
 
 
@@ -202,5 +245,6 @@ def opaque(comm: Communicator) -> None:
         sharded(comm, Opaque(4, 4))(torch.ones(4))
 
 
-def test_f13_an_output_that_hides_its_tensors_raises() -> None:
-    run(opaque)
+@world_sizes(2)
+def test_f13_an_output_that_hides_its_tensors_raises(run: Run, world_size: int) -> None:
+    run(opaque, n=world_size)

@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-import collectives
 from collectives import Communicator
 from collectives.errors import UnsupportedError
 from fsdp import DistributedDataParallel
 from tests.fsdp.models import OddBlock, OddNet, difference, filled, full_state, loss_of, reference, words, wrapped
+from tests.ranks import Run, world_sizes
 
 every_strategy = pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
 
 
 def steps_in_backward(comm: Communicator, strategy: str | int) -> float:
@@ -42,8 +38,9 @@ def steps_in_backward(comm: Communicator, strategy: str | int) -> float:
 
 
 @every_strategy
-def test_step_in_backward_and_step_overlap(strategy: str | int) -> None:
-    assert max(run(steps_in_backward, strategy, n=3)) < 1e-10
+@world_sizes(3)
+def test_step_in_backward_and_step_overlap(run: Run, world_size: int, strategy: str | int) -> None:
+    assert max(run(steps_in_backward, strategy, n=world_size)) < 1e-10
 
 
 def removed_hook(comm: Communicator, strategy: str | int) -> list[int]:
@@ -63,9 +60,10 @@ def removed_hook(comm: Communicator, strategy: str | int) -> list[int]:
 
 
 @every_strategy
-def test_hooks_run_once_a_reduction_and_can_be_removed(strategy: str | int) -> None:
+@world_sizes(2)
+def test_hooks_run_once_a_reduction_and_can_be_removed(run: Run, world_size: int, strategy: str | int) -> None:
     kept = strategy in ("ddp", 0, 1)
-    assert run(removed_hook, strategy) == [[1, 1, 2, 2] if kept else [1, 2, 3, 3]] * 2
+    assert run(removed_hook, strategy, n=world_size) == [[1, 1, 2, 2] if kept else [1, 2, 3, 3]] * world_size
 
 
 def wrapped_again(comm: Communicator) -> tuple[float, int]:
@@ -86,8 +84,9 @@ def wrapped_again(comm: Communicator) -> tuple[float, int]:
     return max(float((p.grad - q.grad).abs().max()) for p, q in grads), calls
 
 
-def test_a_module_wrapped_again_belongs_to_the_later_wrapper() -> None:
-    assert all(worst < 1e-12 and calls == 2 for worst, calls in run(wrapped_again))
+@world_sizes(2)
+def test_a_module_wrapped_again_belongs_to_the_later_wrapper(run: Run, world_size: int) -> None:
+    assert all(worst < 1e-12 and calls == 2 for worst, calls in run(wrapped_again, n=world_size))
 
 
 class Layer(nn.Module):
@@ -131,9 +130,10 @@ def gan(comm: Communicator | None, strategy: str | int, ranks: int) -> Any:
 
 
 @every_strategy
-def test_several_models_on_different_communicators(strategy: str | int) -> None:
-    expected = gan(None, strategy, 2)
-    for found in run(gan, strategy, 2):
+@world_sizes(2)
+def test_several_models_on_different_communicators(run: Run, world_size: int, strategy: str | int) -> None:
+    expected = gan(None, strategy, world_size)
+    for found in run(gan, strategy, world_size, n=world_size):
         for state, want in zip(found, expected, strict=True):
             assert difference(state, want) < 1e-10
 
@@ -157,7 +157,7 @@ def penalty(comm: Communicator) -> tuple[float, float]:
     return float(model.module.w.grad), 0.0 if b is None else float(b)
 
 
-def test_d13_double_backward_under_ddp() -> None:
+def test_d13_double_backward_under_ddp(run: Run) -> None:
     assert run(penalty) == [(4.0, 0.0)] * 2
 
 
@@ -170,5 +170,6 @@ def refused(comm: Communicator, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_second_order_grads_raise_at_stages_1_to_3(stage: int) -> None:
-    run(refused, stage)
+@world_sizes(2)
+def test_second_order_grads_raise_at_stages_1_to_3(run: Run, world_size: int, stage: int) -> None:
+    run(refused, stage, n=world_size)

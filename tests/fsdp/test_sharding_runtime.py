@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import collectives
 from collectives import Communicator
-from collectives.errors import UnsupportedError
+from collectives.errors import CommError, UnsupportedError
 from fsdp import MixedPrecisionPolicy, fully_shard, summon_full_params, synced_forwards
 from fsdp.param_group import Storage
 from fsdp.unit import unit_of
@@ -32,18 +31,14 @@ from tests.fsdp.models import (
     words,
     wrapped,
 )  # fmt: skip
-from tests.ranks import grid, run_ranks
+from tests.ranks import Run, grid, run_ranks, world_sizes
 
-some_backends = grid(world_sizes=(2, 4), threads=(1, 3), full=lambda backend, n: backend != "threads" or n != 3)
-two_and_three = grid(world_sizes=(2, 4), threads=(3,), full=lambda backend, n: backend != "threads" or n != 2)
+some_backends = grid(threads=(), full=lambda backend, n: backend != "threads" or n != 3)
+more_than_one = grid(world_sizes=(2, 3, 4), threads=(), full=lambda backend, n: backend != "threads" or n != 2)
 units_ahead = pytest.mark.parametrize(
     "ahead", [-1, pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 2]
 )
 stages = pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.full), 3])
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
 
 
 def calls(comm: Communicator, name: str = "all_gather") -> int:
@@ -97,7 +92,7 @@ def test_reshard_after_forward_on_two_of_four_ranks(backend: str, world_size: in
 
 
 @pytest.mark.parametrize(("size", "gathers"), [(1, 4), (3, 8)])
-def test_reshard_after_forward_on_one_or_all_ranks_is_false_or_true(size: int, gathers: int) -> None:
+def test_reshard_after_forward_on_one_or_all_ranks_is_false_or_true(run: Run, size: int, gathers: int) -> None:
     for worst, found, near, _ in run(on_fewer_ranks, size, n=3):
         assert worst < 1e-10
         assert (found, near) == (gathers, 0)
@@ -112,7 +107,7 @@ def not_a_divisor(comm: Communicator) -> None:
         model.set_reshard_after_forward(2)  # type: ignore[operator]
 
 
-def test_reshard_after_forward_refuses_what_does_not_divide() -> None:
+def test_reshard_after_forward_refuses_what_does_not_divide(run: Run) -> None:
     run(not_a_divisor, n=3)
 
 
@@ -133,7 +128,7 @@ def several_forwards(comm: Communicator, size: int) -> float:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_repeated_forward_before_backward_on_fewer_ranks(size: int) -> None:
+def test_repeated_forward_before_backward_on_fewer_ranks(run: Run, size: int) -> None:
     assert max(run(several_forwards, size, n=4)) < 1e-12
 
 
@@ -184,7 +179,7 @@ def window(ahead: int, backward: bool) -> list[list[bool]]:
     return [row[::-1] for row in rows] if backward else rows
 
 
-@two_and_three
+@more_than_one
 @units_ahead
 def test_forward_prefetch(backend: str, world_size: int, ahead: int) -> None:
     for found in run_ranks(prefetches, ahead, -1, None, world_size=world_size, backend=backend):
@@ -194,7 +189,7 @@ def test_forward_prefetch(backend: str, world_size: int, ahead: int) -> None:
         assert found["worst"] < 1e-10
 
 
-@two_and_three
+@more_than_one
 @units_ahead
 def test_backward_prefetch(backend: str, world_size: int, ahead: int) -> None:
     for found in run_ranks(prefetches, -1, ahead, None, world_size=world_size, backend=backend):
@@ -205,11 +200,25 @@ def test_backward_prefetch(backend: str, world_size: int, ahead: int) -> None:
 
 
 @pytest.mark.parametrize(("limit", "ahead"), [(0, 0), (10**6, 2)])
-def test_memory_rate_limit_max_live_parameters(limit: int, ahead: int) -> None:
-    for found in run(prefetches, 2, 2, limit, n=3):
+@world_sizes(3)
+def test_memory_rate_limit_max_live_parameters(run: Run, world_size: int, limit: int, ahead: int) -> None:
+    for found in run(prefetches, 2, 2, limit, n=world_size):
         assert found["forward"] == window(ahead, False)
         assert found["backward"] == window(ahead, True)
         assert found["worst"] < 1e-10
+
+
+def stays_gathered(comm: Communicator, stage: int) -> float:
+    """What backward leaves gathered is not what the optimizer has made of it: the next forward gathers again."""
+    model = fully_shard(filled(OddNet(2), comm.rank), comm, stage=stage, units=[OddBlock])
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    return trains(comm, model, filled(OddNet(2)))
+
+
+@stages
+@world_sizes(2)
+def test_optimizer_and_all_gather_ordering(run: Run, world_size: int, stage: int) -> None:
+    assert max(run(stays_gathered, stage, n=world_size)) < 1e-10
 
 
 def buffers(comm: Communicator, count: int) -> tuple[int, float]:
@@ -230,8 +239,9 @@ def buffers(comm: Communicator, count: int) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_memory_rate_limit_set_reduce_scatter_max_input_buffers(count: int) -> None:
-    assert all(most == count and worst < 1e-10 for most, worst in run(buffers, count))
+@world_sizes(2)
+def test_memory_rate_limit_set_reduce_scatter_max_input_buffers(run: Run, world_size: int, count: int) -> None:
+    assert all(most == count and worst < 1e-10 for most, worst in run(buffers, count, n=world_size))
 
 
 # Small parameters
@@ -268,8 +278,9 @@ def test_small_params_resident_persistence_threshold(backend: str, world_size: i
 
 
 @pytest.mark.parametrize(("threshold", "gathers"), [(7, 2), (10**6, 1)])
-def test_small_params_resident_of_one_unit(threshold: int, gathers: int) -> None:
-    for worst, found, reductions, _ in run(resident, threshold, False, n=3):
+@world_sizes(3)
+def test_small_params_resident_of_one_unit(run: Run, world_size: int, threshold: int, gathers: int) -> None:
+    for worst, found, reductions, _ in run(resident, threshold, False, n=world_size):
         assert worst < 1e-10
         assert found == reductions == gathers
 
@@ -281,8 +292,9 @@ def all_resident(comm: Communicator) -> tuple[float, int]:
     return trains(comm, model, filled(OddNet(2))), one_step(comm, model)
 
 
-def test_small_params_resident_that_are_all_there_is() -> None:
-    assert all(worst < 1e-10 and gathers == 1 for worst, gathers in run(all_resident, n=3))
+@world_sizes(3)
+def test_small_params_resident_that_are_all_there_is(run: Run, world_size: int) -> None:
+    assert all(worst < 1e-10 and gathers == 1 for worst, gathers in run(all_resident, n=world_size))
 
 
 # Several modules in one unit
@@ -353,8 +365,9 @@ def refused_lists(comm: Communicator) -> None:
         fully_shard([block, nn.ModuleList()], comm)
 
 
-def test_manual_units_refuse_lists_that_overlap() -> None:
-    run(refused_lists)
+@world_sizes(2)
+def test_manual_units_refuse_lists_that_overlap(run: Run, world_size: int) -> None:
+    run(refused_lists, n=world_size)
 
 
 # Different numbers of forwards
@@ -390,8 +403,37 @@ def own_number(comm: Communicator, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "list"])
-def test_f23_ranks_that_are_done_gather_what_the_others_do(kind: str) -> None:
-    run(own_number, kind, n=3)
+@world_sizes(3)
+def test_f23_ranks_that_are_done_gather_what_the_others_do(run: Run, world_size: int, kind: str) -> None:
+    run(own_number, kind, n=world_size)
+
+
+def too_many(comm: Communicator, stage: int) -> str:
+    """Rank 0 runs three forwards, the others five, and nothing syncs them."""
+    group = comm.split(0)
+    assert group is not None
+    model = fully_shard(filled(OddNet(2), comm.rank), group, stage=stage, units=[OddBlock])
+    group.timeout = 1.0
+    message = ""
+    try:
+        with torch.no_grad():
+            for step in range(3 if comm.rank == 0 else 5):
+                model(words(comm.rank, step))
+    except CommError as error:
+        message = str(error)
+    comm.barrier()
+    group.close()
+    return message
+
+
+@stages
+@world_sizes(2)
+def test_f23_without_syncing_a_forward_that_others_do_not_run_names_the_unit(
+    run: Run, world_size: int, stage: int
+) -> None:
+    first, *others = run(too_many, stage, n=world_size)
+    assert not first
+    assert all("'embedding'" in message if stage else not message for message in others)
 
 
 # Together
@@ -434,7 +476,7 @@ def options_together(comm: Communicator, size: int, threshold: int, kept: bool) 
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
-@grid(world_sizes=(2, 4), threads=(1, 3), full=lambda backend, n: backend != "threads" or n not in (1, 2))
+@grid(threads=(), full=lambda backend, n: backend != "threads" or n not in (1, 2))
 def test_options_together_give_the_bits_of_stage_2(backend: str, world_size: int, kept: bool) -> None:
     size = 2 if world_size == 4 else 1 if kept else world_size
     run_ranks(options_together, size, 7, kept, world_size=world_size, backend=backend)
@@ -474,5 +516,6 @@ def changed_views(comm: Communicator, strategy: str | int) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", 1, 3])
-def test_outputs_that_are_views_may_be_changed_in_place(strategy: str | int) -> None:
-    assert max(run(changed_views, strategy)) < 1e-10
+@world_sizes(2)
+def test_outputs_that_are_views_may_be_changed_in_place(run: Run, world_size: int, strategy: str | int) -> None:
+    assert max(run(changed_views, strategy, n=world_size)) < 1e-10

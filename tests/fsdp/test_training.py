@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import collectives
 from collectives import Communicator
 from fsdp import MixedPrecisionPolicy, fully_shard
 from tests.fsdp.models import (
@@ -24,7 +23,7 @@ from tests.fsdp.models import (
     train,
     wrapped,
 )
-from tests.ranks import grid, run_ranks
+from tests.ranks import Run, grid, run_ranks, world_sizes
 
 STEPS = 3
 Results = dict[str, tuple[State, list[float]]]
@@ -72,12 +71,11 @@ def test_float32_adamw_losses_equal_one_process(backend: str, world_size: int) -
             assert mean == pytest.approx(losses[step], rel=1e-5), (name, step)
 
 
-@grid(backends=["threads"], full=lambda backend, world_size: world_size not in (1, 3))
+@grid(["threads", "shm+gloo", "shm+mpi"], full=lambda backend, n: backend != "threads" or n not in (1, 3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_stages_give_the_same_bits(backend: str, world_size: int, dtype: torch.dtype) -> None:
-    results = collectives.run(
-        every_strategy, dtype, adamw, n=world_size, backend=backend, algorithm="direct", timeout=50.0
-    )
+def test_stages_give_the_same_bits(run: Run, world_size: int, dtype: torch.dtype) -> None:
+    """Where sums are in rank order: by the direct schedule, and in shared memory."""
+    results = run(every_strategy, dtype, adamw, n=world_size)
     first, *others = results[0].values()
     expected, _ = reference(filled(OddNet(), dtype=dtype), world_size, STEPS, adamw)
     for state, losses in others:
@@ -87,7 +85,7 @@ def test_stages_give_the_same_bits(backend: str, world_size: int, dtype: torch.d
     assert same_bits(first[0], expected)
 
 
-@grid(world_sizes=(2, 3), threads=(4,), full=lambda backend, world_size: backend != "threads" or world_size == 4)
+@grid(threads=(), full=lambda backend, world_size: backend != "threads" or world_size in (1, 4))
 def test_clip_global_norm_equals_one_process(backend: str, world_size: int) -> None:
     expected, _ = reference(filled(OddNet()), world_size, STEPS, sgd, max_norm=0.05)
     results = run_ranks(every_strategy, torch.float64, sgd, 0.05, world_size=world_size, backend=backend)
@@ -105,13 +103,14 @@ def lowered(comm: Communicator, stage: int, policy: MixedPrecisionPolicy) -> tup
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_param_dtype_computes_low_and_keeps_float32(stage: int) -> None:
+@world_sizes(2)
+def test_param_dtype_computes_low_and_keeps_float32(run: Run, world_size: int, stage: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    _, losses = reference(filled(OddNet(), dtype=torch.float32), 2, STEPS, adamw)
-    results = collectives.run(lowered, stage, policy, n=2, timeout=30.0)
+    _, losses = reference(filled(OddNet(), dtype=torch.float32), world_size, STEPS, adamw)
+    results = run(lowered, stage, policy, n=world_size)
     for state, _, seen in results:
         assert seen == {"torch.bfloat16"}
         assert all(value.dtype == torch.float32 for value in state.values())
         assert same_bits(state, results[0][0])
     for step in range(STEPS):
-        assert sum(r[1][step] for r in results) / 2 == pytest.approx(losses[step], rel=2e-2)
+        assert sum(r[1][step] for r in results) / world_size == pytest.approx(losses[step], rel=2e-2)

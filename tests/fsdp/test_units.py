@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import collectives
 from collectives import Communicator
 from collectives.errors import UnsupportedError
 from fsdp import DistributedDataParallel, FSDPModule, fully_shard
@@ -38,16 +37,12 @@ from tests.fsdp.models import (
     words,
     wrapped,
 )  # fmt: skip
-from tests.ranks import run_ranks
+from tests.ranks import PROCESSES, Run, world_sizes
 
 # Without accumulation stage 0 does what DDP does, in place, and stage 2 what stage 1 does.
 every_strategy = pytest.mark.parametrize(
     "strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
 )
-
-
-def run(fn: Any, *args: Any, n: int = 2) -> list[Any]:
-    return collectives.run(fn, *args, n=n, algorithm="direct", timeout=30.0)
 
 
 # Shapes, names and identity
@@ -79,8 +74,8 @@ def identity(comm: Communicator, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_uneven_shapes_and_names_unchanged(world_size: int, stage: int) -> None:
+@world_sizes(1, 2, 3, 8)
+def test_uneven_shapes_and_names_unchanged(run: Run, world_size: int, stage: int) -> None:
     run(identity, stage, n=world_size)
 
 
@@ -96,8 +91,9 @@ def optimizer_before(comm: Communicator, strategy: str | int) -> float:
 
 
 @every_strategy
-def test_an_optimizer_built_before_wrapping(strategy: str | int) -> None:
-    assert max(run(optimizer_before, strategy, n=3)) < 1e-10
+@world_sizes(3)
+def test_an_optimizer_built_before_wrapping(run: Run, world_size: int, strategy: str | int) -> None:
+    assert max(run(optimizer_before, strategy, n=world_size)) < 1e-10
 
 
 def bottom_up(comm: Communicator, stage: int) -> float:
@@ -109,8 +105,9 @@ def bottom_up(comm: Communicator, stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_manual_units_bottom_up(stage: int) -> None:
-    assert max(run(bottom_up, stage)) < 1e-10
+@world_sizes(2)
+def test_manual_units_bottom_up(run: Run, world_size: int, stage: int) -> None:
+    assert max(run(bottom_up, stage, n=world_size)) < 1e-10
 
 
 class Tied(OddNet):
@@ -178,8 +175,9 @@ def tied(comm: Communicator, strategy: str | int, cls: Any, units: Any) -> tuple
     ("cls", "units"),
     [(Tied, None), (Tied, [OddBlock]), (TiedAcross, [Embed, OddBlock, Head]), (TiedToRoot, [Embed, OddBlock])],
 )
-def test_tied_params(strategy: str | int, cls: Any, units: Any) -> None:
-    for worst, still_tied in run(tied, strategy, cls, units):
+@world_sizes(2)
+def test_tied_params(run: Run, world_size: int, strategy: str | int, cls: Any, units: Any) -> None:
+    for worst, still_tied in run(tied, strategy, cls, units, n=world_size):
         assert worst < 1e-10
         assert still_tied
 
@@ -218,8 +216,8 @@ def mixed(comm: Communicator, strategy: str | int) -> None:
 
 
 @every_strategy
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_d19_f1_f11_all_dtypes_start_as_on_rank_0(strategy: str | int, world_size: int) -> None:
+@world_sizes(1, 2, 4)
+def test_d19_f1_f11_all_dtypes_start_as_on_rank_0(run: Run, strategy: str | int, world_size: int) -> None:
     run(mixed, strategy, n=world_size)
 
 
@@ -252,8 +250,8 @@ def two_dtypes(comm: Communicator, strategy: str | int) -> None:
 
 
 @every_strategy
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_mixed_orig_dtypes_in_a_bucket(strategy: str | int, world_size: int) -> None:
+@world_sizes(1, 3)
+def test_mixed_orig_dtypes_in_a_bucket(run: Run, strategy: str | int, world_size: int) -> None:
     run(two_dtypes, strategy, n=world_size)
 
 
@@ -276,7 +274,7 @@ def different_shapes(comm: Communicator, strategy: str | int, what: str) -> str:
 
 @every_strategy
 @pytest.mark.parametrize(("what", "name"), [("shape", "row"), ("dtype", "row"), ("missing", "head")])
-def test_init_sync_and_shape_check_raise_on_all_ranks(strategy: str | int, what: str, name: str) -> None:
+def test_init_sync_and_shape_check_raise_on_all_ranks(run: Run, strategy: str | int, what: str, name: str) -> None:
     messages = run(different_shapes, strategy, what, n=3)
     assert len(set(messages)) == 1
     assert name in messages[0]
@@ -306,8 +304,9 @@ def reassigned_buffer(comm: Communicator, strategy: str | int) -> float:
 
 
 @every_strategy
-def test_d7_buffers_that_are_reassigned_are_still_rank_0s(strategy: str | int) -> None:
-    assert run(reassigned_buffer, strategy) == [1.0, 1.0]
+@world_sizes(2)
+def test_d7_buffers_that_are_reassigned_are_still_rank_0s(run: Run, world_size: int, strategy: str | int) -> None:
+    assert run(reassigned_buffer, strategy, n=world_size) == [1.0] * world_size
 
 
 def random_stream(comm: Communicator, strategy: str | int) -> bool:
@@ -320,8 +319,10 @@ def random_stream(comm: Communicator, strategy: str | int) -> bool:
 
 
 @every_strategy
-def test_d17_wrapping_draws_no_random_numbers(strategy: str | int) -> None:
-    assert run_ranks(random_stream, strategy, world_size=2, backend="gloo") == [True, True]
+@PROCESSES
+@world_sizes(2)
+def test_d17_wrapping_draws_no_random_numbers(run: Run, world_size: int, strategy: str | int) -> None:
+    assert run(random_stream, strategy, n=world_size) == [True] * world_size
 
 
 # Outputs, and units that are not used
@@ -397,8 +398,9 @@ def contained(comm: Communicator, kind: str, stage: int) -> float:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_f13_outputs_of_any_container(kind: str, stage: int) -> None:
-    assert max(run(contained, kind, stage)) < 1e-10
+@world_sizes(2)
+def test_f13_outputs_of_any_container(run: Run, world_size: int, kind: str, stage: int) -> None:
+    assert max(run(contained, kind, stage, n=world_size)) < 1e-10
 
 
 class Alternating(nn.Module):
@@ -420,7 +422,7 @@ class Alternating(nn.Module):
         return F.linear(x, self.head)
 
 
-def alternate(comm: Communicator | None, strategy: str | int, both: bool, to_none: bool) -> Any:
+def alternate(comm: Communicator | None, strategy: str | int, ranks: int, both: bool, to_none: bool) -> Any:
     model: Any = filled(Alternating(both), 0 if comm is None else comm.rank)
     inner = model
     if comm is not None:
@@ -429,10 +431,10 @@ def alternate(comm: Communicator | None, strategy: str | int, both: bool, to_non
     missing = []
     for step in range(4):
         optim.zero_grad(set_to_none=to_none)
-        for rank in [comm.rank] if comm is not None else range(2):
+        for rank in [comm.rank] if comm is not None else range(ranks):
             inner.turn = step
             loss = loss_of(model, words(rank, step))
-            (loss if comm is not None else loss / 2).backward()
+            (loss if comm is not None else loss / ranks).backward()
         missing.append([p.grad is None for p in inner.parameters()])
         optim.step()
         if comm is not None and strategy not in ("ddp", 0):
@@ -443,9 +445,10 @@ def alternate(comm: Communicator | None, strategy: str | int, both: bool, to_non
 @every_strategy
 @pytest.mark.parametrize("both", [False, True], ids=["skipped", "left out"])
 @pytest.mark.parametrize("to_none", [True, False])
-def test_f15_units_that_alternate(strategy: str | int, both: bool, to_none: bool) -> None:
-    expected, expected_missing = alternate(None, strategy, both, to_none)
-    for state, missing in run(alternate, strategy, both, to_none):
+@world_sizes(2)
+def test_f15_units_that_alternate(run: Run, world_size: int, strategy: str | int, both: bool, to_none: bool) -> None:
+    expected, expected_missing = alternate(None, strategy, world_size, both, to_none)
+    for state, missing in run(alternate, strategy, world_size, both, to_none, n=world_size):
         assert difference(state, expected) < 1e-10
         assert missing == expected_missing
 
@@ -473,8 +476,9 @@ def modes(comm: Communicator, strategy: str | int) -> float:
 
 
 @every_strategy
-def test_eval_inference_mode_and_train_in_any_order(strategy: str | int) -> None:
-    assert max(run(modes, strategy)) < 1e-10
+@world_sizes(2)
+def test_eval_inference_mode_and_train_in_any_order(run: Run, world_size: int, strategy: str | int) -> None:
+    assert max(run(modes, strategy, n=world_size)) < 1e-10
 
 
 class Fails(OddNet):
@@ -513,8 +517,9 @@ def failing(comm: Communicator, strategy: str | int, where: str) -> float:
 
 @every_strategy
 @pytest.mark.parametrize("where", ["forward", "backward", "deep in backward"])
-def test_training_goes_on_after_an_exception(strategy: str | int, where: str) -> None:
-    assert max(run(failing, strategy, where)) < 1e-10
+@world_sizes(2)
+def test_training_goes_on_after_an_exception(run: Run, world_size: int, strategy: str | int, where: str) -> None:
+    assert max(run(failing, strategy, where, n=world_size)) < 1e-10
 
 
 def edited(comm: Communicator, stage: int, how: str) -> Any:
@@ -544,12 +549,12 @@ def edited(comm: Communicator, stage: int, how: str) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["in place", "data", "assign"])
-def test_edited_shards_count(stage: int, how: str) -> None:
+def test_edited_shards_count(run: Run, stage: int, how: str) -> None:
     assert run(edited, stage, how) == [True, True]
 
 
 @pytest.mark.parametrize("how", ["dtype", "shape"])
-def test_replaced_parameters_raise_by_name(how: str) -> None:
+def test_replaced_parameters_raise_by_name(run: Run, how: str) -> None:
     for message in run(edited, 3, how):
         assert "embedding" in message or "row" in message or "'" in message
 
@@ -564,12 +569,46 @@ def replaced(comm: Communicator, strategy: str | int) -> None:
         model(words(comm.rank, 0))
     inner.blocks[0].narrow = before
     if strategy in ("ddp", 0):
-        assert difference(train(comm, model, 2, adamw)[0], reference(filled(OddNet(1)), 2, 2, adamw)[0]) < 1e-10
+        expected, _ = reference(filled(OddNet(1)), comm.world_size, 2, adamw)
+        assert difference(train(comm, model, 2, adamw)[0], expected) < 1e-10
 
 
 @every_strategy
-def test_d5_a_replaced_parameter_raises_by_name(strategy: str | int) -> None:
-    run(replaced, strategy)
+@world_sizes(2)
+def test_d5_a_replaced_parameter_raises_by_name(run: Run, world_size: int, strategy: str | int) -> None:
+    run(replaced, strategy, n=world_size)
+
+
+def put_whole(comm: Communicator, stage: int, name: str, by_data: bool) -> str:
+    """A whole parameter put in place of a shard: what the next forward said."""
+    model = fully_shard(filled(OddNet(1), comm.rank), comm, stage=stage)
+    p = model.get_parameter(name)
+    whole = torch.full(p.full_shape, 2.0, dtype=torch.float64)
+    if by_data:
+        p.data = whole
+    else:
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, nn.Parameter(whole))
+    try:
+        model(words(comm.rank, 0))
+    except ValueError as error:
+        return str(error)
+    assert model.get_parameter(name) is p
+    assert torch.equal(full_state(model)[name], whole)
+    return "taken"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["embedding", "blocks.0.bias", "blocks.0.scale"])
+@world_sizes(1, 2, 3)
+def test_d5_ranks_agree_on_a_parameter_that_was_replaced(run: Run, world_size: int, stage: int, name: str) -> None:
+    """Also where one of them holds all of it, and cannot tell the whole from its shard."""
+    assert run(put_whole, stage, name, True, n=world_size) == ["taken"] * world_size
+    for found in run(put_whole, stage, name, False, n=world_size):
+        if world_size == 1 and name != "embedding":
+            assert found == "taken"
+        else:
+            assert f"{name!r} was replaced after wrapping" in found
 
 
 def own_buffers(comm: Communicator) -> float:
@@ -581,7 +620,7 @@ def own_buffers(comm: Communicator) -> float:
     return float(inner.seen)
 
 
-def test_buffers_stay_each_ranks_own_without_broadcast_buffers() -> None:
+def test_buffers_stay_each_ranks_own_without_broadcast_buffers(run: Run) -> None:
     assert run(own_buffers) == [1.0, 2.0]
 
 
@@ -598,11 +637,12 @@ def copied(comm: Communicator, strategy: str | int) -> None:
 
 
 @every_strategy
-def test_d15_copies_raise_and_say_what_to_copy(strategy: str | int) -> None:
-    run(copied, strategy)
+@world_sizes(2)
+def test_d15_copies_raise_and_say_what_to_copy(run: Run, world_size: int, strategy: str | int) -> None:
+    run(copied, strategy, n=world_size)
 
 
-def deleted(comm: Communicator, strategy: str | int) -> list[weakref.ref[Any]]:
+def trained(comm: Communicator, strategy: str | int) -> list[weakref.ref[Any]]:
     model = wrapped(filled(OddNet(1)), comm, strategy, [OddBlock])
     optim = adamw(model.parameters())
     for step in range(2):
@@ -612,8 +652,17 @@ def deleted(comm: Communicator, strategy: str | int) -> list[weakref.ref[Any]]:
     return [weakref.ref(model), weakref.ref(unit_of(model).runtime), weakref.ref(next(model.parameters()))]
 
 
+def deleted(comm: Communicator, strategy: str | int) -> list[bool]:
+    watched = trained(comm, strategy)
+    for turn in range(comm.world_size):  # a collection does nothing while another thread is at one
+        comm.barrier()
+        if turn == comm.rank:
+            gc.collect()
+    comm.barrier()
+    return [ref() is None for ref in watched]
+
+
 @every_strategy
-def test_f29_a_deleted_model_is_gone(strategy: str | int) -> None:
-    watched = run(deleted, strategy)
-    gc.collect()
-    assert all(ref() is None for refs in watched for ref in refs)
+@world_sizes(2)
+def test_f29_a_deleted_model_is_gone(run: Run, world_size: int, strategy: str | int) -> None:
+    assert run(deleted, strategy, n=world_size) == [[True] * 3] * world_size

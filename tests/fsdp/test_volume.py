@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import collectives
 from collectives import Communicator
 from fsdp import clip_grad_norm_
 from fsdp.fsdp_module import no_sync
 from fsdp.unit import unit_of
 from tests.fsdp.models import OddBlock, OddNet, filled, loss_of, words, wrapped
+from tests.ranks import Run, world_sizes
 
 WIDTH = 480  # a multiple of 16 times every world size here, so that nothing is padded
 ITEM = 4
@@ -76,10 +76,8 @@ def micro_steps(comm: Communicator, strategy: str | int, units: Any, k: int) -> 
 @pytest.mark.parametrize("units", [None, [Plain]], ids=["whole", "units"])
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.full), 5])
-def test_bytes_sent(world_size: int, strategy: str | int, units: Any, k: int) -> None:
-    sent = collectives.run(
-        micro_steps, strategy, units, k, n=world_size, algorithm="direct", backend="threads", timeout=50.0
-    )
+def test_bytes_sent(run: Run, world_size: int, strategy: str | int, units: Any, k: int) -> None:
+    sent = run(micro_steps, strategy, units, k, n=world_size)
     total = {name: sum(rank.get(name, 0) for rank in sent) for name in {name for rank in sent for name in rank}}
     others = world_size - 1  # an all_gather of S bytes makes the ranks together send (N - 1) S, and so on
     freed = UNITS if units else 0
@@ -102,9 +100,10 @@ def calls_of(comm: Communicator, stage: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("stage", "gathers"), [(1, 4), (2, 4), (3, 7)])
-def test_one_collective_a_unit(stage: int, gathers: int) -> None:
+@world_sizes(2)
+def test_one_collective_a_unit(run: Run, world_size: int, stage: int, gathers: int) -> None:
     """Never one a parameter: three blocks and the root, flags, and the clipping norm."""
-    calls = collectives.run(calls_of, stage, n=2, timeout=50.0)[0]
+    calls = run(calls_of, stage, n=world_size)[0]
     assert calls["all_gather"] == gathers
     assert calls["reduce_scatter"] == 4
     assert calls["all_reduce"] == 2
