@@ -47,7 +47,12 @@ TORCH_DISTRIBUTED = {
     *(f"collectives/torch_backend/{path.name}" for path in (ROOT / "collectives" / "torch_backend").glob("*.py")),
 }
 MPI4PY = {"collectives/backends/mpi.py"}
-SHARED_BY_BENCHMARKS = ("collectives.bench", "collectives.launchers", "collectives.rendezvous")
+SHARED_BY_BENCHMARKS = (
+    "collectives.bench",
+    "collectives.launchers",
+    "collectives.rendezvous",
+    "collectives.torch_backend",
+)
 ENVIRONMENT = {"collectives/rendezvous.py"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -127,8 +128,8 @@ class CollectivesProcessGroup(dist.ProcessGroup):
         """In place; several tensors one after another."""
         tensors = _listed(tensors)
         how = self._how(opts, timeout)
-        op = _op(opts)
-        return self._started(how, [self.comm.all_reduce(tensor, op, **how) for tensor in tensors], tensors)
+        op, divide = self._divided(_op(opts), tensors)
+        return self._started(how, [self.comm.all_reduce(tensor, op, **how) for tensor in tensors], tensors, divide)
 
     allreduce_coalesced = allreduce
 
@@ -136,29 +137,32 @@ class CollectivesProcessGroup(dist.ProcessGroup):
         """Into rank ``rootRank``'s tensor; the others' stay unchanged."""
         tensors = _listed(tensors)
         how, root = self._how(opts, timeout), _root(opts)
-        ours = _op(opts) if op is None else reduce_op(op)
-        return self._started(how, [self.comm.reduce(tensor, root, ours, **how) for tensor in tensors], tensors)
+        results = tensors if self.comm.rank == root else []
+        ours, divide = self._divided(_op(opts) if op is None else reduce_op(op), results, tensors[0].dtype)
+        works = [self.comm.reduce(tensor, root, ours, **how) for tensor in tensors]
+        return self._started(how, works, tensors, divide)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Part r of ``input``, combined, into rank r's ``output``."""
         how = self._how(opts)
-        return self._started(how, [self.comm.reduce_scatter(output, input, _op(opts), **how)], [output])
+        op, divide = self._divided(_op(opts), [output])
+        return self._started(how, [self.comm.reduce_scatter(output, input, op, **how)], [output], divide)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        how, op = self._how(opts), _op(opts)
+        how, (op, divide) = self._how(opts), self._divided(_op(opts), outputs)
         pairs = zip(outputs, inputs, strict=True)
-        return self._started(how, [self.comm.reduce_scatter(o, i, op, **how) for o, i in pairs], outputs)
+        return self._started(how, [self.comm.reduce_scatter(o, i, op, **how) for o, i in pairs], outputs, divide)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Tensor r of each of ``inputs``, combined, into rank r's output; the tensors may differ in size."""
         outputs, lists = _listed(outputs), _listed_twice(inputs)
-        how, op, works = self._how(opts, timeout), _op(opts), []
+        how, works, (op, divide) = self._how(opts, timeout), [], self._divided(_op(opts), outputs)
         for output, parts in zip(outputs, lists, strict=True):
             joined = join(parts, written=False)
             works.append(self.comm.reduce_scatter_v(output, joined.tensor, joined.sizes, op, **how))
-        return self._started(how, works, outputs)
+        return self._started(how, works, outputs, divide)
 
     # Movements
 
@@ -291,6 +295,16 @@ class CollectivesProcessGroup(dist.ProcessGroup):
             how["async_op"] = True
         return how
 
+    def _divided(
+        self, op: ReduceOp, results: Tensors, dtype: torch.dtype | None = None
+    ) -> tuple[ReduceOp, list[Callable[[], None]]]:
+        """The operation to ask for, and what then remains: AVG of integers is their sum, divided towards zero, as NCCL
+        has it and as frameworks rely on."""
+        dtype = results[0].dtype if dtype is None else dtype
+        if op is not ReduceOp.AVG or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            return op, []
+        return ReduceOp.SUM, [functools.partial(_divide, tensor, self.comm.world_size) for tensor in results]
+
     def _started(
         self, how: Keywords, works: list[Work], result: Tensors, finishes: Sequence[Callable[[], None] | None] = ()
     ) -> dist.Work:
@@ -321,6 +335,11 @@ def _listed_twice(lists: Any) -> list[Tensors]:
 def _op(opts: Any) -> ReduceOp:
     """From options, from a ReduceOp in their place, or SUM."""
     return ReduceOp.SUM if opts is None else reduce_op(getattr(opts, "reduceOp", opts))
+
+
+def _divide(tensor: torch.Tensor, by: int) -> None:
+    with torch.no_grad():
+        tensor.div_(by, rounding_mode="trunc")
 
 
 def _root(opts: Any) -> int:

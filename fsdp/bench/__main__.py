@@ -28,6 +28,7 @@ EPILOG = """
 contenders:
   apart                        processes that never communicate: the step time that cannot be beaten
   torch-ddp, -fsdp1, -fsdp2    torch's own, on gloo
+  torch-ddp-cshm, -fsdp2-cshm  torch's own, on our shared memory (collectives.torch_backend)
   deepspeed-1, deepspeed-3     ZeRO of DeepSpeed, where it is installed
   shm+gloo:3, gloo:0, ...      ours, on that backend and at that stage
 They take turns, step by step, in one process set. Every loss is compared. MPI needs mpirun around the command.

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from fsdp.bench.models import GPT, Block, Shape
 
 APART, FSDP2 = "apart", "torch-fsdp2"
 TORCH = {"torch-ddp": torch_parts.ddp, "torch-fsdp1": torch_parts.fsdp1, FSDP2: torch_parts.fsdp2}
+ON_OURS = "cshm"  # torch's own, on a backend of collectives.torch_backend
+TORCH_ON_OURS = {f"torch-ddp-{ON_OURS}": torch_parts.ddp, f"{FSDP2}-{ON_OURS}": torch_parts.fsdp2}
 DEEPSPEED = {"deepspeed-1": 1, "deepspeed-3": 3}
 STAGES = range(4)
 
@@ -40,14 +43,21 @@ class Contender:
 
 def names_of(backends: Sequence[str]) -> list[str]:
     """All contenders, ours on these backends. ``shm+gloo:3`` is ours at stage 3 on that backend."""
-    return [APART, *TORCH, *DEEPSPEED, *(f"{backend}:{stage}" for backend in backends for stage in STAGES)]
+    return [
+        APART,
+        *TORCH,
+        *TORCH_ON_OURS,
+        *DEEPSPEED,
+        *(f"{backend}:{stage}" for backend in backends for stage in STAGES),
+    ]
 
 
 def check(name: str) -> None:
     """Raise ``ValueError`` for a name that means nothing."""
     backend, _, stage = name.rpartition(":")
-    if name not in (APART, *TORCH, *DEEPSPEED) and not (backend and stage in map(str, STAGES)):
-        known = ", ".join((APART, *TORCH, *DEEPSPEED))
+    named = (APART, *TORCH, *TORCH_ON_OURS, *DEEPSPEED)
+    if name not in named and not (backend and stage in map(str, STAGES)):
+        known = ", ".join(named)
         raise ValueError(f"unknown contender {name!r}; expected {known}, or a backend and a stage such as shm+gloo:3")
 
 
@@ -59,6 +69,7 @@ class Field:
         self._open: dict[str, Communicator] = {}
         self._exits = contextlib.ExitStack()
         self._grouped = False
+        self._on_ours: Any = None  # torch's process group
 
     def __enter__(self) -> Field:
         return self
@@ -78,10 +89,14 @@ class Field:
         model = GPT(shape)
         if name == APART:
             return Contender(name, stepper(model))
-        if name in TORCH or name in DEEPSPEED:
+        if name in TORCH or name in TORCH_ON_OURS or name in DEEPSPEED:
             self.group(sync)
         if name in TORCH:
             return Contender(name, stepper(TORCH[name](model, list(model.blocks))))
+        if name in TORCH_ON_OURS:
+            if self._on_ours is None:
+                self._on_ours = torch_parts.group_on(ON_OURS)
+            return Contender(name, stepper(TORCH_ON_OURS[name](model, list(model.blocks), self._on_ours)))
         if name in DEEPSPEED:
             return Contender(name, deepspeed_parts.engine(model, DEEPSPEED[name], shape.rows, sync.world_size).step)
         backend, _, stage = name.rpartition(":")

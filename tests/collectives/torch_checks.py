@@ -56,6 +56,10 @@ def check_all_reduce() -> None:
     bits = torch.tensor([1 << rank])
     dist.all_reduce(bits, dist.ReduceOp.BOR)
     assert bits.item() == 2**size - 1
+    for async_op in (False, True):
+        counts = torch.tensor([rank, -rank])
+        _finish(dist.all_reduce(counts, dist.ReduceOp.AVG, async_op=async_op))  # towards zero
+        expect(counts, torch.tensor([sum(range(size)) // size, -(sum(range(size)) // size)]))
     strided = data(rank, 3, 4).t()
     dist.all_reduce(strided)
     expect(strided, total(size, 3, 4).t())
@@ -271,7 +275,7 @@ def check_refusals() -> None:
     with pytest.raises(RuntimeError, match="PREMUL_SUM"):
         dist.all_reduce(data(rank, 2), _c10d._make_nccl_premul_sum(2.0))
     with pytest.raises(TypeError, match="AVG"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
     with pytest.raises(RuntimeError, match="pg_options"):
         dist.new_group([0, *range(1, dist.get_world_size())], pg_options=object())
     with pytest.raises(TypeError, match="dense"):

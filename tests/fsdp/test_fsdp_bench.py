@@ -35,7 +35,8 @@ def run_bench(*arguments: str, timeout: float = 170.0) -> subprocess.CompletedPr
 @pytest.mark.full
 def test_it_starts_its_own_ranks_and_writes_what_it_promises(tmp_path: Path) -> None:
     """All in one: every contender that is installed, the JSON file, the image, and memory."""
-    names = [APART, "torch-ddp", "torch-fsdp1", FSDP2, *(f"{b}:{s}" for b in ("shm+gloo", "gloo") for s in range(4))]
+    ours = [f"{backend}:{stage}" for backend in ("shm+gloo", "gloo") for stage in range(4)]
+    names = [APART, "torch-ddp", "torch-fsdp1", FSDP2, "torch-ddp-cshm", f"{FSDP2}-cshm", *ours]
     files = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.png")]
     done = run_bench("--models", "tiny", "--steps", "2", *files)
     assert done.returncode == 0, done.stdout + done.stderr
