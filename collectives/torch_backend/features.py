@@ -48,6 +48,12 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def current_backward() -> int | None:
+    """A number for the backward that runs on this thread; None where none does."""
+    found = torch._C._current_graph_task_id()
+    return None if found == -1 else found
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
     """Have autograd call this when the backward that runs on this thread ends. False where none runs."""
     try:

@@ -15,12 +15,12 @@ from collectives.communicator import Communicator
 from collectives.communicator import Options as Keywords
 from collectives.errors import UnsupportedError
 from collectives.torch_backend.features import ALIASES
-from collectives.torch_backend.reduce_ops import reduce_op
-from collectives.torch_backend.tensor_list import join
+from collectives.torch_backend.futures import Futures
+from collectives.torch_backend.reduce_ops import divide, op_of, reduce_op, root_of
+from collectives.torch_backend.tensor_list import Tensors, elements, join, listed, listed_twice
 from collectives.torch_backend.work import FINISHED, GroupWork, seconds
 from collectives.types import P2P, ReduceOp, Work
 
-Tensors = list[torch.Tensor]
 _c10d: Any = dist  # the type stubs leave out some public names
 _CPU = torch.device("cpu")
 
@@ -49,7 +49,8 @@ class CollectivesProcessGroup(dist.ProcessGroup):
         self.nodes = nodes
         self._backend_name = name
         self._group_name = self._description = ""
-        self._batch: list[Work] | None = None  # what was started since _start_coalescing
+        self._batch: list[GroupWork] | None = None  # what was started since _start_coalescing
+        self._futures = Futures()
 
     # Who this is
 
@@ -126,30 +127,30 @@ class CollectivesProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """In place; several tensors one after another."""
-        tensors = _listed(tensors)
+        tensors = listed(tensors)
         how = self._how(opts, timeout)
-        op, divide = self._divided(_op(opts), tensors)
+        op, divide = self._divided(op_of(opts), tensors)
         return self._started(how, [self.comm.all_reduce(tensor, op, **how) for tensor in tensors], tensors, divide)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Into rank ``rootRank``'s tensor; the others' stay unchanged."""
-        tensors = _listed(tensors)
-        how, root = self._how(opts, timeout), _root(opts)
+        tensors = listed(tensors)
+        how, root = self._how(opts, timeout), root_of(opts)
         results = tensors if self.comm.rank == root else []
-        ours, divide = self._divided(_op(opts) if op is None else reduce_op(op), results, tensors[0].dtype)
+        ours, divide = self._divided(op_of(opts) if op is None else reduce_op(op), results, tensors[0].dtype)
         works = [self.comm.reduce(tensor, root, ours, **how) for tensor in tensors]
         return self._started(how, works, tensors, divide)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Part r of ``input``, combined, into rank r's ``output``."""
         how = self._how(opts)
-        op, divide = self._divided(_op(opts), [output])
+        op, divide = self._divided(op_of(opts), [output])
         return self._started(how, [self.comm.reduce_scatter(output, input, op, **how)], [output], divide)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        how, (op, divide) = self._how(opts), self._divided(_op(opts), outputs)
+        how, (op, divide) = self._how(opts), self._divided(op_of(opts), outputs)
         pairs = zip(outputs, inputs, strict=True)
         return self._started(how, [self.comm.reduce_scatter(o, i, op, **how) for o, i in pairs], outputs, divide)
 
@@ -157,8 +158,8 @@ class CollectivesProcessGroup(dist.ProcessGroup):
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Tensor r of each of ``inputs``, combined, into rank r's output; the tensors may differ in size."""
-        outputs, lists = _listed(outputs), _listed_twice(inputs)
-        how, works, (op, divide) = self._how(opts, timeout), [], self._divided(_op(opts), outputs)
+        outputs, lists = listed(outputs), listed_twice(inputs)
+        how, works, (op, divide) = self._how(opts, timeout), [], self._divided(op_of(opts), outputs)
         for output, parts in zip(outputs, lists, strict=True):
             joined = join(parts, written=False)
             works.append(self.comm.reduce_scatter_v(output, joined.tensor, joined.sizes, op, **how))
@@ -168,8 +169,8 @@ class CollectivesProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Rank ``rootRank``'s tensors into everyone's."""
-        tensors = _listed(tensors)
-        how, root = self._how(opts, timeout), _root(opts)
+        tensors = listed(tensors)
+        how, root = self._how(opts, timeout), root_of(opts)
         return self._started(how, [self.comm.broadcast(tensor, root, **how) for tensor in tensors], tensors)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -186,7 +187,7 @@ class CollectivesProcessGroup(dist.ProcessGroup):
         self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Rank r's input into tensor r of the output list; the tensors may differ in size, alike on all ranks."""
-        lists, inputs = _listed_twice(output_lists), _listed(inputs)
+        lists, inputs = listed_twice(output_lists), listed(inputs)
         how, works, finishes = self._how(opts, timeout), [], []
         for outputs, input in zip(lists, inputs, strict=True):
             joined = join(outputs, written=True)
@@ -200,20 +201,20 @@ class CollectivesProcessGroup(dist.ProcessGroup):
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Rank r's input into tensor r of rank ``rootRank``'s list."""
-        input = _listed(inputs)[0]
-        how, root = self._how(opts, timeout), _root(opts)
+        input = listed(inputs)[0]
+        how, root = self._how(opts, timeout), root_of(opts)
         if self.comm.rank != root:
             return self._started(how, [self.comm.gather(None, input, root, **how)], [])
-        outputs = _listed_twice(output_lists)[0]
+        outputs = listed_twice(output_lists)[0]
         joined = join(outputs, written=True)
         return self._started(how, [self.comm.gather(joined.tensor, input, root, **how)], outputs, [joined.unpack])
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Tensor r of rank ``rootRank``'s list into rank r's output."""
-        output = _listed(outputs)[0]
-        how, root, input = self._how(opts, timeout), _root(opts), None
+        output = listed(outputs)[0]
+        how, root, input = self._how(opts, timeout), root_of(opts), None
         if self.comm.rank == root:
-            input = join(_listed_twice(input_lists)[0], written=False).tensor
+            input = join(listed_twice(input_lists)[0], written=False).tensor
         return self._started(how, [self.comm.scatter(output, input, root, **how)], [output])
 
     def all_to_all_single(
@@ -226,7 +227,7 @@ class CollectivesProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Part d of ``input`` to rank d, part s of ``output`` from rank s; splits count rows, none are equal parts."""
         how = self._how(opts)
-        splits = [_elements(tensor, rows) for tensor, rows in ((output, output_splits), (input, input_splits))]
+        splits = [elements(tensor, rows) for tensor, rows in ((output, output_splits), (input, input_splits))]
         return self._started(how, [self.comm.all_to_all(output, input, *splits, **how)], [output])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -246,16 +247,13 @@ class CollectivesProcessGroup(dist.ProcessGroup):
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
-        return self._message([P2P.send(tensor, dst) for tensor in _listed(tensors)], tag)
+        return self._message([P2P.send(tensor, dst) for tensor in listed(tensors)], tag)
 
     def recv(self, tensors: Any, src: int, tag: int) -> dist.Work:
-        return self._message([P2P.recv(tensor, src) for tensor in _listed(tensors)], tag)
+        return self._message([P2P.recv(tensor, src) for tensor in listed(tensors)], tag)
 
     def _message(self, ops: list[P2P], tag: int) -> dist.Work:
-        work = self.comm.exchange(ops, tag, async_op=True)
-        if self._batch is not None:
-            self._batch.append(work)
-        return GroupWork([work], [op.tensor for op in ops])
+        return self._under_way([self.comm.exchange(ops, tag, async_op=True)], [op.tensor for op in ops])
 
     # Several at once
 
@@ -264,8 +262,9 @@ class CollectivesProcessGroup(dist.ProcessGroup):
         self._batch = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._batch = self._batch or [], None
-        return GroupWork(works, [])
+        batch, self._batch = self._batch or [], None
+        works = [work for each in batch for work in each.works]
+        return GroupWork(works, [], [each.finish for each in batch], futures=self._futures)
 
     # What there is not
 
@@ -303,7 +302,7 @@ class CollectivesProcessGroup(dist.ProcessGroup):
         dtype = results[0].dtype if dtype is None else dtype
         if op is not ReduceOp.AVG or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
             return op, []
-        return ReduceOp.SUM, [functools.partial(_divide, tensor, self.comm.world_size) for tensor in results]
+        return ReduceOp.SUM, [functools.partial(divide, tensor, self.comm.world_size) for tensor in results]
 
     def _started(
         self, how: Keywords, works: list[Work], result: Tensors, finishes: Sequence[Callable[[], None] | None] = ()
@@ -313,43 +312,15 @@ class CollectivesProcessGroup(dist.ProcessGroup):
             for finish in needed:
                 finish()
             return FINISHED
-        if self._batch is not None:
-            self._batch += works
+        return self._under_way(works, result, needed)
 
-        return GroupWork(works, result, needed)
+    def _under_way(self, works: list[Work], result: Tensors, finishes: Sequence[Callable[[], None]] = ()) -> GroupWork:
+        work = GroupWork(works, result, finishes, futures=self._futures)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
 
 for _name, _others in ALIASES.items():
     for _other in _others:
         setattr(CollectivesProcessGroup, _other, getattr(CollectivesProcessGroup, _name))
-
-
-def _listed(tensors: Any) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _listed_twice(lists: Any) -> list[Tensors]:
-    return [list(lists)] if isinstance(lists[0], torch.Tensor) else [list(tensors) for tensors in lists]
-
-
-def _op(opts: Any) -> ReduceOp:
-    """From options, from a ReduceOp in their place, or SUM."""
-    return ReduceOp.SUM if opts is None else reduce_op(getattr(opts, "reduceOp", opts))
-
-
-def _divide(tensor: torch.Tensor, by: int) -> None:
-    with torch.no_grad():
-        tensor.div_(by, rounding_mode="trunc")
-
-
-def _root(opts: Any) -> int:
-    root: int = opts if isinstance(opts, int) else opts.rootRank
-    return root
-
-
-def _elements(tensor: torch.Tensor, rows: Sequence[int] | None) -> list[int] | None:
-    """Splits in rows of the first dimension as splits in elements."""
-    if not rows:
-        return None
-    width = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
-    return [count * width for count in rows]

@@ -1,9 +1,10 @@
-"""torch's reduce operations as ours."""
+"""What torch's options say of a reduction, as ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from collectives.errors import UnsupportedError
@@ -23,3 +24,20 @@ def reduce_op(asked: Any) -> ReduceOp:
             "the tensor before the call and use SUM"
         )
     return found
+
+
+def op_of(opts: Any) -> ReduceOp:
+    """From options, from a ReduceOp in their place, or SUM."""
+    return ReduceOp.SUM if opts is None else reduce_op(getattr(opts, "reduceOp", opts))
+
+
+def root_of(opts: Any) -> int:
+    """The root, from options, or itself in their place."""
+    root: int = opts if isinstance(opts, int) else opts.rootRank
+    return root
+
+
+def divide(tensor: torch.Tensor, by: int) -> None:
+    """What remains of AVG of integers after their sum."""
+    with torch.no_grad():
+        tensor.div_(by, rounding_mode="trunc")

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+Tensors = list[torch.Tensor]
+
+
+def listed(tensors: Any) -> Tensors:
+    """A list, for a list or one tensor."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def listed_twice(lists: Any) -> list[Tensors]:
+    """A list of lists, for one or a list."""
+    return [list(lists)] if isinstance(lists[0], torch.Tensor) else [list(tensors) for tensors in lists]
+
+
+def elements(tensor: torch.Tensor, rows: Sequence[int] | None) -> list[int] | None:
+    """Splits in rows of the first dimension as splits in elements."""
+    if not rows:
+        return None
+    width = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
+    return [count * width for count in rows]
 
 
 class Joined(NamedTuple):

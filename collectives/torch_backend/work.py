@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from collectives.torch_backend.futures import Futures
 from collectives.types import Work
 
 
@@ -22,37 +24,54 @@ def seconds(timeout: timedelta | None) -> float | None:
 class GroupWork(dist.Work):
     """Operations that were started together. ``result`` are the tensors that hold what they bring.
 
-    ``finishes`` are called once, when all are done.
+    ``finishes`` are called once, when all are done. ``futures`` are the process group's.
     """
 
     def __init__(
-        self, works: Sequence[Work], result: list[torch.Tensor], finishes: Sequence[Callable[[], None]] = ()
+        self,
+        works: Sequence[Work],
+        result: list[torch.Tensor],
+        finishes: Sequence[Callable[[], None]] = (),
+        *,
+        futures: Futures,
     ) -> None:
         super().__init__()
-        self._works = works
+        self.works = works
         self._result = result
         self._finishes = finishes
+        self._finishing = threading.Lock()
+        self._futures = futures
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done. Raises ``CommError``, at the latest after ``timeout``."""
         limit = seconds(timeout)
-        for work in self._works:
+        for work in self.works:
             work.wait(limit)
-        finishes, self._finishes = self._finishes, ()
-        for finish in finishes:
-            finish()
+        self.finish()
         return True
+
+    def finish(self) -> None:
+        """What remains to be done here once all have ended well."""
+        if self._finishes:
+            with self._finishing:  # who comes second finds the result finished
+                for finish in self._finishes:
+                    finish()
+                self._finishes = ()
 
     def is_completed(self) -> bool:
         """Whether all have ended, well or badly. Makes progress."""
-        ended = [work.is_completed() for work in self._works]  # asks all, so that all get ahead
-        return all(ended)
+        ended = [work.is_completed() for work in self.works]  # asks all, so that all get ahead
+        if not all(ended):
+            return False
+        if self.exception() is None:
+            self.finish()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[torch.Tensor]:
         """The tensors, once done."""
@@ -63,18 +82,12 @@ class GroupWork(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the tensors, which is done: who asks for it waits here."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        self.wait()
-        future.set_result(self._result)
-        return future
+        """A future of the tensors. In a backward pass it is completed at the end, else it is complete: this waits."""
+        return self._futures.make(self, self.result)
 
     def get_future_result(self) -> torch.futures.Future[int]:
         """A future of 0, torch's number for a good end."""
-        future: torch.futures.Future[int] = torch.futures.Future()
-        self.wait()
-        future.set_result(0)
-        return future
+        return self._futures.make(self, lambda: int(not self.wait()))
 
 
-FINISHED = GroupWork((), [])  # of calls that nobody gets to wait for
+FINISHED = GroupWork((), [], futures=Futures())  # of calls that nobody gets to wait for

@@ -14,8 +14,9 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 import collectives.torch_backend
+from collectives.errors import CommError, CommTimeoutError
 from collectives.torch_backend.creation import NAMES, stack_name
-from tests.collectives.torch_checks import CHECKS
+from tests.collectives.torch_checks import CHECKS, in_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # names of torch's own
 
@@ -30,15 +31,15 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     isolate._set_thread_isolation_mode(False)
 
 
-def on_threads(body: Callable[[], None], world_size: int, backend: str) -> None:
+def on_threads(body: Callable[[], None], world_size: int, backend: str, timeout: float = 20.0) -> None:
     """``body()`` on ranks with a default group."""
     store = dist.HashStore()
     failures: list[BaseException] = []
 
     def main(rank: int) -> None:
         try:
-            seconds = timedelta(seconds=20)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
             body()
             dist.destroy_process_group()
         except BaseException as error:  # it is raised again below
@@ -68,6 +69,46 @@ def on_threads(body: Callable[[], None], world_size: int, backend: str) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_operations(worlds: None, check: Callable[[], None], backend: str, world_size: int) -> None:
     on_threads(check, world_size, backend)
+
+
+@pytest.mark.parametrize("way", ["call", "group", "wait"])
+def test_time_outs_are_passed_through(worlds: None, way: str) -> None:
+    gave_up, soon = threading.Event(), timedelta(seconds=0.2)
+
+    def body() -> None:
+        group: Any = dist.new_group(timeout=soon) if way == "group" else dist.group.WORLD
+        if dist.get_rank():
+            gave_up.wait(50)
+            return
+        calls: dict[str, Callable[[], object]] = {
+            "call": lambda: group.barrier(timeout=soon).wait(),
+            "group": lambda: group.barrier().wait(),
+            "wait": lambda: group.barrier().wait(soon),
+        }
+        with pytest.raises(CommTimeoutError):
+            calls[way]()
+        gave_up.set()
+
+    on_threads(body, 2, "cgloo", timeout=600.0)
+
+
+def test_a_backward_raises_what_its_operations_failed_with(worlds: None) -> None:
+    started = threading.Event()
+
+    def backward() -> None:
+        dist.all_reduce(torch.ones(2), async_op=True).get_future()  # type: ignore[union-attr]
+        started.set()
+
+    def body() -> None:
+        group: Any = dist.group.WORLD
+        if dist.get_rank():
+            started.wait(20)
+            group.abort()
+        else:
+            with pytest.raises(CommError, match="its process group was aborted"):
+                in_backward(backward)
+
+    on_threads(body, 2, "cgloo")
 
 
 @pytest.mark.parametrize(

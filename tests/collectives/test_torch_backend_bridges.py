@@ -48,6 +48,18 @@ def over_ours(world_size: int) -> Connect:
     return connect
 
 
+def over_both(world_size: int) -> Connect:
+    """A communicator over one of our groups, over a communicator over gloo's."""
+    below, store = over_gloo(world_size), dist.HashStore()
+
+    def connect(rank: int) -> Communicator:
+        return collectives.from_process_group(
+            CollectivesProcessGroup(below(rank), store, "cgloo", "gloo"), timeout=10.0
+        )
+
+    return connect
+
+
 @pytest.mark.parametrize("group", conformance.GROUPS)
 @pytest.mark.parametrize(
     ("bridge", "world_size"),
@@ -55,6 +67,7 @@ def over_ours(world_size: int) -> Connect:
         pytest.param(over_ours, 2, marks=pytest.mark.full),
         pytest.param(over_gloo, 2, marks=pytest.mark.full),
         pytest.param(over_ours, 3, marks=pytest.mark.full),
+        pytest.param(over_both, 2, marks=pytest.mark.exhaustive),
         *(
             pytest.param(bridge, size, marks=pytest.mark.exhaustive)
             for bridge in (over_gloo, over_ours)

@@ -13,6 +13,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import collectives
+from collectives.torch_backend import features
+
 _c10d: Any = dist  # the type stubs leave out some public names
 
 
@@ -209,6 +212,62 @@ def check_futures() -> None:
     expect(work.result()[0], total(size, 5))
 
 
+class _Backward(torch.autograd.Function):
+    """Its backward calls ``body``, as DDP starts the reduction of a bucket from within a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, body: Callable[[], None]) -> torch.Tensor:
+        ctx.body = body
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.body()
+        return grads[0], None
+
+
+def in_backward(body: Callable[[], None]) -> None:
+    _Backward.apply(torch.ones(1, requires_grad=True), body).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def check_futures_in_backward() -> None:
+    """A backward goes on before its operations have their peers, and they are complete at its end."""
+    rank, size = who()
+    store, futures, at_end = _c10d.group.WORLD.get_group_store(), [], []
+
+    def again(future: Any) -> torch.Tensor:
+        tensor = future.value()[0]
+        return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]  # type: ignore[union-attr]
+
+    def body() -> None:
+        for seed in range(3):
+            work: Any = dist.all_reduce(data(rank, 5, seed=seed), async_op=True)
+            futures.append(work.get_future())
+            futures.append(futures[-1].then(again))
+        assert not any(future.done() for future in futures)
+        assert features.at_end_of_backward(lambda: at_end.extend(future.done() for future in futures))
+        store.set("first has gone on", "")
+
+    if rank:
+        store.wait(["first has gone on"])
+    in_backward(body)
+    assert at_end == [True] * 6
+    for seed in range(3):
+        expect(futures[2 * seed + 1].value(), total(size, 5, seed=seed) * size)
+    del futures[:]
+
+    def fails() -> None:
+        futures.append(dist.all_reduce(data(rank, 5), async_op=True).get_future())  # type: ignore[union-attr]
+        raise ArithmeticError("planted")
+
+    with pytest.raises(ArithmeticError, match="planted"):
+        in_backward(fails)
+    in_backward(lambda: futures.append(_c10d.all_reduce(data(rank, 5, seed=1), async_op=True).get_future()))
+    for seed, future in enumerate(futures):
+        expect(future.value()[0], total(size, 5, seed=seed))
+    in_backward(lambda: expect(_c10d.all_reduce(data(rank, 5), async_op=True).get_future().wait()[0], total(size, 5)))
+
+
 def check_functional() -> None:
     rank, size = who()
     group = dist.group.WORLD
@@ -283,6 +342,24 @@ def check_refusals() -> None:
     group.monitored_barrier(timedelta(seconds=20))
 
 
+def check_borrowed() -> None:
+    """A communicator over the group, which stays there when that one is closed."""
+    rank, size = who()
+    with collectives.from_process_group(dist.group.WORLD, timeout=20.0) as comm:
+        assert (comm.rank, comm.world_size) == (rank, size)
+        tensor = data(rank, 5)
+        comm.all_reduce(tensor)
+        expect(tensor, total(size, 5))
+        half = comm.split(rank % 2)
+        assert half is not None
+        tensor = data(rank, 5)
+        half.all_reduce(tensor)
+        expect(tensor, sum((data(r, 5) for r in range(rank % 2, size, 2)), torch.zeros(5)))
+    tensor = data(rank, 5)
+    dist.all_reduce(tensor)
+    expect(tensor, total(size, 5))
+
+
 def check_who() -> None:
     group: Any = dist.group.WORLD
     rank, size = who()
@@ -312,9 +389,11 @@ CHECKS: list[Callable[[], None]] = [
     check_messages,
     check_objects,
     check_futures,
+    check_futures_in_backward,
     check_functional,
     check_groups,
     check_meshes,
     check_refusals,
+    check_borrowed,
     check_who,
 ]

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from launch.entry import STOPPED
+from tests.collectives.torch_checks import CHECKS
 from tests.ranks import ROOT, clean_environment
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -93,6 +94,20 @@ def test_training_over_mpich(env: dict[str, str], mpich: Path, tmp_path: Path, r
     done = run(srun(*train(tmp_path, "mpi"), mpi="pmi2"), {**env, "MPI4PY_LIBMPI": library})
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == pytest.approx(reference, rel=1e-5)
+
+
+def test_torch_distributed_without_any_mpi(env: dict[str, str]) -> None:
+    done = run(srun("tests.collectives.torch_program", "operations", "cshm", "cgloo"), env)
+    assert done.returncode == 0, done.stderr
+    assert all(done.stdout.count(f"{name}: check_") == len(CHECKS) for name in ("cshm", "cgloo")), done.stdout
+
+
+def test_torch_distributed_over_mpich(env: dict[str, str], mpich: Path) -> None:
+    library = str(mpich / "lib" / "libmpi.so.12")
+    program = srun("tests.collectives.torch_program", "operations", "cmpi", mpi="pmi2")
+    done = run(program, {**env, "MPI4PY_LIBMPI": library})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cmpi: check_") == len(CHECKS), done.stdout
 
 
 def test_mpich_is_picked_and_named(env: dict[str, str], mpich: Path) -> None:
