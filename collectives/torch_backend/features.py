@@ -49,9 +49,11 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def current_backward() -> int | None:
-    """A number for the backward that runs on this thread; None where none does."""
-    found = torch._C._current_graph_task_id()
-    return None if found == -1 else found
+    """A number for the backward whose gradients this thread computes; None where there is none, and at its end.
+
+    At the end other callbacks may come after this one, or wait for what this one asks for.
+    """
+    return None if torch._C._current_autograd_node() is None else torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:

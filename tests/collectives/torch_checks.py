@@ -267,6 +267,12 @@ def check_futures_in_backward() -> None:
         expect(future.value()[0], total(size, 5, seed=seed))
     in_backward(lambda: expect(_c10d.all_reduce(data(rank, 5), async_op=True).get_future().wait()[0], total(size, 5)))
 
+    def late() -> None:
+        at_end[:] = [_c10d.all_reduce(data(rank, 5), async_op=True).get_future().done()]
+
+    in_backward(lambda: expect(torch.tensor(features.at_end_of_backward(late)), torch.tensor(True)))
+    assert at_end == [True]
+
 
 def check_functional() -> None:
     rank, size = who()
