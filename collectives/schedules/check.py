@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from collectives.schedules.orbits import cost_by_orbits
 from collectives.schedules.replay import Mail, Message, Rank, ScheduleError, exchange, next_rounds, replay, rounds_of
 from collectives.schedules.round import Schedule
 from collectives.schedules.symmetry import UnlikeError, check_roots, part_of_all
@@ -39,7 +40,8 @@ def check(
     even where a send blocks until it is received; 16-bit floats are rounded once.
 
     All ranks are followed. Where that is shown to be the same, one rank stands for all (it names others by their
-    distance only: see [Note: a rank as a symbol]), or one chunk for all (the tensor is never cut).
+    distance only: see [Note: a rank as a symbol]), one chunk for all (the tensor is never cut), or a small world for
+    all larger ones (ranks are told apart only as this one, the root and any other: see [Note: any other rank]).
 
     Args:
         schedule: a generator of ``Round`` for (rank, size), or (rank, size, root) for a rooted operation.
@@ -71,10 +73,12 @@ def check(
     if every_root and root != 0:
         raise ValueError(f"every_root compares with root 0, got root {root}")
     task = Task(operation, size, root, in_rank_order)
-    report = _prove(schedule, task) if rotations is None else _sample(schedule, task, rotations)
+    report = _by_orbits(schedule, task) if rotations is None else _sample(schedule, task, rotations)
+    any_root = report is not None
+    report = report or _prove(schedule, task)
     if expect is not None and report != expect:
         raise ScheduleError(f"expected {expect} for {size} ranks, found {report}")
-    if every_root:
+    if every_root and not any_root:
         try:
             check_roots(schedule, size, chunks_alike=operation in CHUNKS_ALIKE)
         except UnlikeError:
@@ -82,8 +86,15 @@ def check(
     return report
 
 
+def _by_orbits(schedule: Schedule, task: Task) -> Report | None:
+    try:
+        return Report(*cost_by_orbits(schedule, task))
+    except (UnlikeError, ScheduleError):
+        return None
+
+
 def _prove(schedule: Schedule, task: Task) -> Report:
-    """By the shortest way that there is. A breach sends it the long way, which names the first one."""
+    """By the shorter ways that there are. A breach sends it the long way, which names the first one."""
     ways: list[Iterator[list[Rank]]] = []
     if task.root is None and not task.in_rank_order:
         ways.append(_replay_rotated(lambda rank, size: part_of_all(schedule, size), task, []))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from collectives.schedules.peers import in_rank_order, peers_of
 from collectives.schedules.round import ACC, IN, OUT, RX, Round, Span, Sum
 
 
@@ -20,10 +21,10 @@ def direct_all_gather(rank: int, size: int) -> Iterator[Round]:
 
     Cost: (p-1) alpha + (p-1)/p n beta, in one round.
     """
-    others = _others(rank, size)
+    peers = peers_of(rank, size)
     yield Round(
-        sends=tuple((peer, Span(OUT, rank)) for peer in others),
-        recvs=tuple((peer, Span(OUT, peer)) for peer in reversed(others)),
+        sends=peers.each(lambda peer: (peer, Span(OUT, rank))),
+        recvs=peers.backwards(lambda peer: (peer, Span(OUT, peer))),
     )
 
 
@@ -52,14 +53,15 @@ def direct_broadcast(rank: int, size: int, root: int) -> Iterator[Round]:
 
     Cost: 2(p-1) alpha + 2(p-1)/p n beta, in two rounds.
     """
-    others = [peer for peer in _others(rank, size) if peer != root]
-    everyone = tuple((peer, Span(OUT, rank)) for peer in others)
+    others = peers_of(rank, size, without=root)
+    to_each = others.each(lambda peer: (peer, Span(OUT, rank)))
+    from_root = ((root, Span(OUT, root)),)
     if rank == root:
-        yield Round(sends=tuple((peer, Span(OUT, peer)) for peer in others))
-        yield Round(sends=everyone)
+        yield Round(sends=others.each(lambda peer: (peer, Span(OUT, peer))))
+        yield Round(sends=to_each)
     else:
         yield Round(recvs=((root, Span(OUT, rank)),))
-        yield Round(sends=everyone, recvs=tuple((peer, Span(OUT, peer)) for peer in (root, *reversed(others))))
+        yield Round(sends=to_each, recvs=from_root + others.backwards(lambda peer: (peer, Span(OUT, peer))))
 
 
 def direct_reduce(rank: int, size: int, root: int) -> Iterator[Round]:
@@ -70,11 +72,11 @@ def direct_reduce(rank: int, size: int, root: int) -> Iterator[Round]:
     Cost: p alpha + n beta + (p-1)/p n gamma, in two rounds; the root receives 2(p-1)/p n.
     """
     if rank == root:
-        others = _others(rank, size)
+        peers = peers_of(rank, size)
         yield _reduce_own_chunk(rank, size, into=Span(OUT, rank))
         yield Round(
-            recvs=tuple((peer, Span(ACC, peer)) for peer in others),
-            then=tuple(Sum(Span(OUT, peer), (Span(ACC, peer),)) for peer in others),
+            recvs=peers.each(lambda peer: (peer, Span(ACC, peer))),
+            then=peers.each(lambda peer: Sum(Span(OUT, peer), (Span(ACC, peer),))),
         )
     else:
         yield _reduce_own_chunk(rank, size, into=Span(ACC, rank))
@@ -88,7 +90,7 @@ def direct_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     """
     if rank == root:
         own = Sum(Span(OUT, root), (Span(IN, root),))
-        yield Round(recvs=tuple((peer, Span(OUT, peer)) for peer in _others(rank, size)), then=(own,))
+        yield Round(recvs=peers_of(rank, size).each(lambda peer: (peer, Span(OUT, peer))), then=(own,))
     else:
         yield Round(sends=((root, Span(IN, rank)),))
 
@@ -100,21 +102,16 @@ def direct_scatter(rank: int, size: int, root: int) -> Iterator[Round]:
     """
     if rank == root:
         own = Sum(Span(OUT, root), (Span(IN, root),))
-        yield Round(sends=tuple((peer, Span(IN, peer)) for peer in _others(rank, size)), then=(own,))
+        yield Round(sends=peers_of(rank, size).each(lambda peer: (peer, Span(IN, peer))), then=(own,))
     else:
         yield Round(recvs=((root, Span(OUT, rank)),))
 
 
-def _others(rank: int, size: int) -> list[int]:
-    """The peers from the next rank on, so that no receiver is everyone's first."""
-    return [(rank + k) % size for k in range(1, size)]
-
-
 def _reduce_own_chunk(rank: int, size: int, into: Span) -> Round:
-    others = _others(rank, size)
-    in_rank_order = tuple(Span(IN if peer == rank else RX, peer) for peer in range(size))
+    peers = peers_of(rank, size)
+    terms = in_rank_order(rank, size, lambda peer: Span(IN if peer == rank else RX, peer))
     return Round(
-        sends=tuple((peer, Span(IN, peer)) for peer in others),
-        recvs=tuple((peer, Span(RX, peer)) for peer in reversed(others)),
-        then=(Sum(into, in_rank_order),),
+        sends=peers.each(lambda peer: (peer, Span(IN, peer))),
+        recvs=peers.backwards(lambda peer: (peer, Span(RX, peer))),
+        then=(Sum(into, terms),),
     )
