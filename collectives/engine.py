@@ -53,10 +53,18 @@ class Engine(Progress):
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _run(self) -> None:
-        while (operation := self._queue.get()) is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_next(operation))
-            self._block(operation)
+        while self._carry_out():
+            pass
+
+    def _carry_out(self) -> bool:
+        """The next operation. In a frame of its own, so that nothing holds its tensors while another is waited for."""
+        operation = self._queue.get()
+        if operation is None:
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_next(operation))
+        self._block(operation)
+        return True
 
     def _is_next(self, operation: Operation) -> bool:
         """Whether no earlier collective is under way: a caller may be carrying one out itself, on its own thread."""

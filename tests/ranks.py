@@ -268,6 +268,14 @@ class Pool:
         self.pids = [by_rank[rank][1] for rank in range(self.world_size)]
 
     def run(self, call: Call, timeout: float) -> list[Any]:
+        """The results of a call by rank. What ends it early takes the pool, whose answers would be the next one's."""
+        try:
+            return self._run(call, timeout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _run(self, call: Call, timeout: float) -> list[Any]:
         message = pickle.dumps(call)
         for connection in self.connections:
             connection.send_bytes(message)
@@ -290,7 +298,6 @@ class Pool:
         error = next((e for e in failures if not isinstance(e, (PeerLostError, CommClosedError))), failures[0])
         if pending:
             add_note(error, f"ranks {sorted(pending)} were still busy:\n{self._stacks(sorted(pending))}")
-        self.kill()
         raise error
 
     def _answer(self, rank: int, connection: Connection) -> tuple[Any, BaseException | None]:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import psutil
 import pytest
 
 from collectives import Communicator
+from tests import ranks
 from tests.ranks import POOLS, Call, Pool, run_ranks
 
 
 def who(comm: Communicator) -> tuple[int, int, int]:
     return comm.rank, comm.world_size, os.getpid()
+
+
+def world_of(comm: Communicator) -> int:
+    return comm.world_size
 
 
 def fails_on_rank_1(comm: Communicator) -> None:
@@ -76,6 +82,14 @@ def test_a_pool_is_kept_and_replaced_after_a_failure() -> None:
     second = run_ranks(who, backend="gloo")
     assert [answer[:2] for answer in second] == [(0, 2), (1, 2)]
     assert {pid for *_, pid in first}.isdisjoint(pid for *_, pid in second)
+
+
+@pytest.mark.full
+def test_a_call_that_is_interrupted_takes_its_pool() -> None:
+    """As by a time-out of the test: otherwise the next call would be given the answers of this one."""
+    with mock.patch.object(ranks, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run_ranks(world_of, backend="gloo")
+    assert [answer[:2] for answer in run_ranks(who, backend="gloo")] == [(0, 2), (1, 2)]
 
 
 def test_a_closed_pool_has_left_by_itself() -> None:
