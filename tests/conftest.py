@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from collectives import hosts
 from tests import ranks
 
 
@@ -24,6 +25,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)  # torch is loaded by now and has taken every core; ranks that are threads would fight
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes that run the whole suite: it waits half of the time, for ranks to start and to end.
+
+    Chosen tests run in this process, where a debugger works; so do those that share a Slurm, and ranks of a launcher.
+    """
+    chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.markexpr or config.option.keyword
+    return 0 if chosen or config.option.usepdb else max(2, min(4, hosts.allowed_cores()))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of one pool of workers run in one process."""
+    launcher, world_size = _pool(item)
+    if launcher:
+        item.add_marker(pytest.mark.xdist_group(f"{launcher}-{world_size}"))
 
 
 @pytest.hookimpl(trylast=True)

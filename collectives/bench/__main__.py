@@ -30,6 +30,8 @@ EPILOG = """
 contenders:
   gloo, ring+mpi, ...    the public call over that backend
   mpi@ring, gloo@direct  the same with that algorithm; @native is the library's own, as the backend calls it
+  shm+mpi:symmetric      on tensors from allocate(); :shared gathers into one from allocate_shared(), :shards where
+                         each rank's part of it is its input already
   lib:mpi, lib:gloo      the library's own blocking calls, unguarded: Allreduce, Reduce_scatter_block, ...
   lib:mpi.I              its calls whose names start so: Iallreduce, ..., each tested until it is done
 copy is always there: a plain copy of that many bytes on every rank at once, from which the bound is computed.

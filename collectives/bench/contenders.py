@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from collectives import backends
+from collectives.bench.memory import KINDS, Memory, private
 from collectives.bench.operations import OPERATIONS
 from collectives.communicator import Communicator
 from collectives.rendezvous import init
@@ -26,11 +27,13 @@ class Contender:
     """A name and what it runs for each operation that it has.
 
     ``mpi`` is the public call; ``mpi@ring`` the same with that algorithm; ``lib:mpi`` is what the library itself calls
-    the operation, blocking; ``lib:mpi.I`` its calls whose names start so.
+    the operation, blocking; ``lib:mpi.I`` its calls whose names start so. ``shm+mpi:symmetric`` is the public call on
+    ``memory`` of that kind.
     """
 
     name: str
     calls: Mapping[str, Run]
+    memory: Memory = private
 
 
 def _copy(output: torch.Tensor, input: torch.Tensor) -> object:
@@ -65,9 +68,17 @@ class Field:
 
     def _public(self, name: str) -> Contender:
         backend, _, algorithm = name.partition("@")
+        backend, _, kind = backend.partition(":")
+        if kind and (algorithm or kind not in KINDS):
+            raise ValueError(f"{name}: expected {backend}:KIND, KIND being one of {', '.join(KINDS)}")
         comm = self.communicator(backend)
         if not algorithm:
-            return Contender(name, {of: functools.partial(op.call, comm) for of, op in OPERATIONS.items()})
+            run = {of: functools.partial(op.call, comm) for of, op in OPERATIONS.items()}
+            if not kind:
+                return Contender(name, run)
+            sample, able = KINDS[kind]
+            some = {of: call for of, call in run.items() if able is None or of in able}
+            return Contender(name, some, functools.partial(sample, comm))
         found = {of for of, known in SCHEDULES if known == algorithm}
         if algorithm == NATIVE:
             found = {key.operation for key, support in comm.capabilities().items() if support == NATIVE}
@@ -100,4 +111,5 @@ def default_names(bases: Sequence[str]) -> list[str]:
     for base in bases:
         layered = [f"{layer}+{base}" for layer in backends.LAYERS]
         names += [f"{LIBRARY}{base}", *([f"{LIBRARY}{base}.I"] if base == "mpi" else []), base, *layered]
+    names += [f"shm+{bases[-1]}:{kind}" for kind in KINDS]
     return names

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from collectives.bench.contenders import COPY, COPYING, LIBRARY, NATIVE, Contender
+from collectives.bench.memory import Memory, Sample
 from collectives.bench.operations import OPERATIONS, Data, Part
 from collectives.communicator import Communicator
 from collectives.errors import UnsupportedError
@@ -42,13 +43,6 @@ class Result(NamedTuple):
     wrong: int
 
 
-class Sample:
-    """The tensors of one sample. Row i of ``a`` and ``b`` holds those of its i-th call."""
-
-    def __init__(self, numel: int, calls: int, dtype: torch.dtype) -> None:
-        self.a, self.b = (torch.empty(calls, numel, dtype=dtype) for _ in range(2))
-
-
 class Bench:
     """One case on this rank. Collective over ``sync``, whose barrier separates samples and which carries the results.
 
@@ -66,7 +60,8 @@ class Bench:
         nbytes = numel * case.dtype.itemsize
         self._calls = max(1, min(_MOST_CALLS, _SAMPLE_BYTES // nbytes))
         rotating = max(2, -(-2 * cache_bytes // (self._size * nbytes * self._calls)))
-        self._samples = [Sample(numel, self._calls, case.dtype) for _ in range(rotating if case.cold else 1)]
+        self._rotating = rotating if case.cold else 1
+        self._samples: dict[Memory, list[Sample]] = {}
         self._data = Data.of(numel, case.dtype)
         self.left_out: dict[str, str] = {}
         self.contenders = [c for c in (COPYING, *contenders) if case.operation in c.calls and self._able(c)]
@@ -77,14 +72,18 @@ class Bench:
         seconds: list[list[float]] = [[] for _ in range(count)]
         wrong = [0] * count
         turns = count * (iterations + WARM_UP)
-        for first in range(0, turns, len(self._samples)):
-            for number, sample in enumerate(self._samples):
-                self._fill(sample, first + number)
-            batch = list(enumerate(self._samples[: turns - first], first))
-            for turn, sample in batch:
-                seconds[turn % count].append(self._time(sample, self.contenders[turn % count]))
-            for turn, sample in batch:
-                wrong[turn % count] += not self._right(sample, self.contenders[turn % count], turn)
+        for first in range(0, turns, self._rotating):
+            self._sync.barrier()  # nobody still reads what has been shared
+            batch = []
+            for number, turn in enumerate(range(first, min(first + self._rotating, turns))):
+                contender = self.contenders[turn % count]
+                batch.append((turn, contender, self._samples[contender.memory][number]))
+            for turn, contender, sample in batch:
+                self._fill(sample, contender, turn)
+            for turn, contender, sample in batch:
+                seconds[turn % count].append(self._time(sample, contender))
+            for turn, contender, sample in batch:
+                wrong[turn % count] += not self._right(sample, contender, turn)
         mine = torch.tensor(
             [[float(n), *s[WARM_UP:]] for n, s in zip(wrong, seconds, strict=True)], dtype=torch.float64
         )
@@ -94,12 +93,18 @@ class Bench:
         return [Result(c.name, row[1:], int(row[0])) for c, row in zip(self.contenders, worst, strict=True)]
 
     def _able(self, contender: Contender) -> bool:
-        """Whether a library's call does this dtype. It fails on every rank or on none, and before it sends anything."""
-        if not contender.name.startswith(LIBRARY) and not contender.name.endswith(f"@{NATIVE}"):
-            return True
-        self._fill(self._samples[0], 0)
+        """Whether there is such memory, and a library's call does this dtype.
+
+        It fails on every rank or on none, and before it sends anything.
+        """
         try:
-            self._time(self._samples[0], contender)
+            if contender.memory not in self._samples:
+                made = [contender.memory(self._numel, self._calls, self._case.dtype) for _ in range(self._rotating)]
+                self._samples[contender.memory] = made
+            if contender.name.startswith(LIBRARY) or contender.name.endswith(f"@{NATIVE}"):
+                sample = self._samples[contender.memory][0]
+                self._fill(sample, contender, 0)
+                self._time(sample, contender)
         except (KeyError, RuntimeError, TypeError, UnsupportedError) as error:
             self.left_out[contender.name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return False
@@ -109,15 +114,13 @@ class Bench:
         rows = list(zip(sample.a, sample.b, strict=True))
         return rows if contender.name == COPY else [self._operation.tensors(a, b, self._size) for a, b in rows]
 
-    def _fill(self, sample: Sample, turn: int) -> None:
-        """This rank's contribution in ``b``, and in ``a`` too where the operation works in place."""
+    def _fill(self, sample: Sample, contender: Contender, turn: int) -> None:
+        """This rank's contribution in the input, or in the output where the operation works in place."""
         offset = Data.offsets(turn, self._size)[self._rank]
-        for a, b in zip(sample.a, sample.b, strict=True):
-            self._data.fill(b, offset)
-            if self._operation.input is None:
-                self._data.fill(a, offset)
-            else:
-                a.fill_(-1)  # so that an old result is not taken for a new one
+        for output, input in self._tensors(sample, contender):
+            self._data.fill(input, offset)
+            if input is not output and not sample.shared:
+                output.fill_(-1)  # so that an old result is not taken for a new one
 
     def _time(self, sample: Sample, contender: Contender) -> float:
         """Seconds of one call."""
@@ -125,8 +128,13 @@ class Bench:
         tensors = self._tensors(sample, contender)
         self._sync.barrier()
         start = time.perf_counter()
-        for output, input in tensors:
-            run(output, input)
+        if sample.shared:
+            for (output, input), buffer in zip(tensors, sample.shared, strict=True):
+                run(output, input)
+                buffer.retire()
+        else:
+            for output, input in tensors:
+                run(output, input)
         return (time.perf_counter() - start) / self._calls
 
     def _right(self, sample: Sample, contender: Contender, turn: int) -> bool:
