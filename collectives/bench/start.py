@@ -33,8 +33,10 @@ def starter(ranks: int, environ: Mapping[str, str]) -> Start:
     if "Open MPI" in told or "PRRTE" in told:
         if os.geteuid() == 0:
             environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        # Bound to one core, as two ranks are otherwise, gloo's threads wait for the very rank that waits for them.
+        command += ["--bind-to", "none"]
         if ranks > hosts.allowed_cores():
-            command += ["--oversubscribe", "--bind-to", "none"]
+            command += ["--oversubscribe"]
             environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return Start("mpirun", command, environment)
 

@@ -15,7 +15,10 @@ from tests.collectives import seam
 from tests.ranks import ROOT, clean_environment, mpirun, run_ranks
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 4))])
+@pytest.mark.parametrize(
+    "world_size",
+    [2, pytest.param(3, marks=pytest.mark.full), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4))],
+)
 def test_laws(world_size: int) -> None:
     run_ranks(seam.all_laws, world_size=world_size, backend="mpi")
 

@@ -51,7 +51,7 @@ def pytest_in(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("parts", ["messages", pytest.param("", marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize("parts", ["messages", pytest.param("", marks=pytest.mark.exhaustive)], ids=["some", "all"])
 def test_the_snippet_passes_a_backend_that_keeps_the_contract(folder: Path, parts: str) -> None:
     done = pytest_in(folder, *(["-k", parts] if parts else []))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -39,7 +39,7 @@ def run_suite(command: list[str], environment: dict[str, str], world_size: int, 
 @pytest.mark.parametrize(
     ("world_size", "backends", "some"),
     [
-        pytest.param(2, "mpi", True, marks=full),
+        pytest.param(2, "mpi", True, marks=exhaustive),
         pytest.param(3, "ring+mpi,gloo", True, marks=full),
         pytest.param(4, "mpi", False, marks=exhaustive),
         pytest.param(2, "ring+mpi,gloo", False, marks=exhaustive),

@@ -80,7 +80,7 @@ def test_many_communicators_leave_nothing() -> None:
     assert not [name for name in os.listdir("/dev/shm") if "collectives" in name]
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_two_hundred_communicators_leave_nothing() -> None:
     assert_fine(run("open_and_close", "200"), "flat")
 

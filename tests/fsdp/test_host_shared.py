@@ -116,13 +116,17 @@ def every_mode(comm: Communicator, steps: int, stage: int, dtype: torch.dtype | 
     ("world_size", "stage", "dtype", "steps"),
     [
         (2, 3, None, 20),
-        *(
-            pytest.param(*case, 200, marks=pytest.mark.full)
-            for case in [(2, 3, None), (3, 3, torch.bfloat16), (2, 2, None)]
-        ),
+        pytest.param(2, 3, None, 200, marks=pytest.mark.full),
         *(
             pytest.param(*case, 200, marks=pytest.mark.exhaustive)
-            for case in [(3, 3, None), (4, 3, None), (2, 1, torch.bfloat16), (2, 3, torch.float16)]
+            for case in [
+                (2, 2, None),
+                (3, 3, None),
+                (4, 3, None),
+                (3, 3, torch.bfloat16),
+                (2, 1, torch.bfloat16),
+                (2, 3, torch.float16),
+            ]
         ),
     ],
 )

@@ -132,7 +132,7 @@ def test_two_jobs_at_once() -> None:
         check_job(job)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_twenty_jobs_in_a_row_two_at_once() -> None:
     for _ in range(10):
