@@ -42,9 +42,11 @@ def all_reduce(team: Team, call: Call, tensor: torch.Tensor, combine: Combine) -
     """Everybody sums a chunk; sums of one block are shared in the step that brings the terms of the next."""
     me, others, pieces = team.me, team.others, team.pieces(tensor.dtype)
     cuts = _cuts(tensor.numel(), team.size, tensor.dtype)
-    chunks = [_blocks(tensor, cuts, member, pieces.numel) for member in range(team.size)]
-    mine, place = chunks[me], team.place(tensor)
-    rounds = max(map(len, chunks))
+    place, chunks = team.place(tensor), list[Blocks]()
+    if place is None:
+        chunks = _chunks(tensor, cuts, pieces.numel)
+    mine = _blocks(tensor, cuts, me, pieces.numel)
+    rounds = _rounds(cuts, pieces.numel)
     direct: list[Blocks | None] = []
     for k in range(rounds + 1):
         if place is None:
@@ -64,6 +66,7 @@ def all_reduce(team: Team, call: Call, tensor: torch.Tensor, combine: Combine) -
             if all(t is not None for t in tensors):
                 yield from _all_reduce_in_place(team, mine, [blocks or () for blocks in direct], combine)
                 return
+            chunks = chunks or _chunks(tensor, cuts, pieces.numel)
         if k < len(mine):
             terms = [
                 blocks[k] if blocks is not None else _fit(piece, mine[k])
@@ -102,11 +105,13 @@ def reduce_scatter(
             combine(output, [slot[cuts[me] : cuts[me + 1]] for slot in slots[team.now]])
         return
     pieces = team.pieces(input.dtype)
-    chunks = [_blocks(input, cuts, member, pieces.numel) for member in range(team.size)]
-    mine, results, place = chunks[me], torch.split(output, pieces.numel), team.place(input)
+    place, chunks = team.place(input), list[Blocks]()
+    if place is None:
+        chunks = _chunks(input, cuts, pieces.numel)
+    mine, results = _blocks(input, cuts, me, pieces.numel), torch.split(output, pieces.numel)
     direct: list[Blocks | None] = []
     tensors: list[torch.Tensor | None] = []
-    for k in range(max(map(len, chunks))):
+    for k in range(_rounds(cuts, pieces.numel)):
         if place is None:
             for member in others:
                 _copy_block(chunks[member], k, into=pieces.to[team.next][member])
@@ -209,11 +214,21 @@ def _cuts(numel: int, parts: int, dtype: torch.dtype) -> list[int]:
     return [min(part * length, numel) for part in range(parts + 1)]
 
 
+def _rounds(cuts: Sequence[int], length: int) -> int:
+    """How many blocks the longest part has."""
+    return -(-max(end - start for start, end in pairwise(cuts)) // length)
+
+
+def _chunks(tensor: torch.Tensor, cuts: Sequence[int], length: int) -> list[Blocks]:
+    return [_blocks(tensor, cuts, chunk, length) for chunk in range(len(cuts) - 1)]
+
+
 def _blocks(tensor: torch.Tensor, cuts: Sequence[int], chunk: int, length: int) -> Blocks:
     """A chunk of a tensor in blocks of at most ``length`` elements."""
-    if cuts[chunk] == cuts[chunk + 1]:
+    start, end = cuts[chunk], cuts[chunk + 1]
+    if start == end:
         return ()
-    return torch.split(tensor[cuts[chunk] : cuts[chunk + 1]], length)
+    return torch.split(tensor[start:end], length) if end - start > length else (tensor[start:end],)
 
 
 def _fit(piece: torch.Tensor, block: torch.Tensor) -> torch.Tensor:

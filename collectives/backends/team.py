@@ -22,7 +22,7 @@ from collectives.schedules.arithmetic import Arithmetic
 from collectives.schedules.executor import Posted
 from collectives.types import ReduceOp
 
-PIECE_BYTES = 128 * 1024  # what is copied or added at once: several of them stay in a core's cache
+PIECE_BYTES = 512 * 1024  # what is copied or added at once: several of them stay in a core's cache
 _LARGEST_SLOT = 2 * 1024 * 1024
 
 # What a call waits for: None for the step that was published last, else messages, or a condition.

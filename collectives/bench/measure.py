@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from collectives.bench.contenders import COPY, COPYING, LIBRARY, NATIVE, Contender
-from collectives.bench.memory import Memory, Sample
+from collectives.bench.memory import Memory, Sample, private
 from collectives.bench.operations import OPERATIONS, Data, Part
 from collectives.communicator import Communicator
 from collectives.errors import UnsupportedError
@@ -101,6 +101,10 @@ class Bench:
             if contender.memory not in self._samples:
                 made = [contender.memory(self._numel, self._calls, self._case.dtype) for _ in range(self._rotating)]
                 self._samples[contender.memory] = made
+                if contender.memory is not private:  # pages of peers are mapped here when they are first read
+                    for sample in made:
+                        self._fill(sample, contender, 0)
+                        self._time(sample, contender)
             if contender.name.startswith(LIBRARY) or contender.name.endswith(f"@{NATIVE}"):
                 sample = self._samples[contender.memory][0]
                 self._fill(sample, contender, 0)
