@@ -21,4 +21,5 @@ __all__ = ["NAMES", "CollectivesProcessGroup"]
 features.check()
 for _name in NAMES:
     dist.Backend.register_backend(_name, functools.partial(create, _name), extended_api=True, devices=["cpu"])
+features.leave_unrecorded(NAMES)
 extend_env()

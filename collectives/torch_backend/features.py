@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +34,12 @@ def check() -> None:
             f"collectives.torch_backend needs torch 2.13 or later, found {torch.__version__}; upgrade torch, or use "
             "collectives.init() and the fsdp package, which need no process group"
         )
+
+
+def leave_unrecorded(names: Iterable[str]) -> None:
+    """Keep torch 2.15's flight recorder off groups of these backends: it cannot read a group written in Python."""
+    left_alone: set[str] = getattr(_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    left_alone.update(names)
 
 
 def rendezvous_handlers() -> MutableMapping[str, Handler]:

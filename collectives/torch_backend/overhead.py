@@ -39,7 +39,11 @@ def costs(repeats: int, rounds: int) -> Mapping[str, Cost]:
     assert isinstance(group, CollectivesProcessGroup)
     comm, tensor, output = group.comm, torch.ones(16), torch.ones(16)
     distributed: Any = dist  # the type stubs leave out some public names
-    reduce, gather, scatter = dist.AllreduceOptions(), distributed.AllgatherOptions(), dist.ReduceScatterOptions()
+    reduce, gather, scatter = (
+        dist.AllreduceOptions(),
+        distributed.distributed_c10d.AllgatherOptions(),
+        dist.ReduceScatterOptions(),
+    )
     for options in (reduce, gather, scatter):
         options.asyncOp = False  # as torch.distributed has it for calls without async_op=True
     calls: Mapping[str, Sequence[Callable[[], object]]] = {

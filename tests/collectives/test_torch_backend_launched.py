@@ -128,6 +128,19 @@ def test_a_script_that_knows_nothing(starter: str, tmp_path: Path) -> None:
     assert found.count("returns the default group that is there already, on cshm") == 1, found
 
 
+def test_the_command_that_measures_the_adapter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "collectives.torch_backend.overhead", "--repeats", "2", "--rounds", "1"],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^\w+(?:, async)? +[\d.]+ +[\d.]+ +-?[\d.]+ +[\d.]+$", done.stdout, re.MULTILINE)) == 4
+
+
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("framework", ["accelerate", "trainer", "lightning"])
 def test_frameworks(framework: str, starter: str) -> None:

@@ -330,8 +330,8 @@ def check_meshes() -> None:
 
 def check_refusals() -> None:
     rank, _ = who()
-    with pytest.raises((RuntimeError, ValueError), match="monitored_barrier"):
-        dist.monitored_barrier()
+    refusal = _refusal(dist.monitored_barrier)  # from 2.15 on torch lets it reach a group written in Python
+    assert refusal is None or "monitored_barrier" in refusal
     with pytest.raises(RuntimeError, match="split"):
         dist.split_group(split_ranks=[[0]])
     group: Any = dist.group.WORLD
@@ -346,6 +346,14 @@ def check_refusals() -> None:
     with pytest.raises(TypeError, match="dense"):
         dist.all_reduce(torch.ones(2, 2).to_sparse())
     group.monitored_barrier(timedelta(seconds=20))
+
+
+def _refusal(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def check_borrowed() -> None:
