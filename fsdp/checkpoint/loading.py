@@ -61,7 +61,7 @@ def load(
     unread = [
         (number, block)
         for number, file in enumerate(manifest.files)
-        for block in range(file.blocks)
+        for block in range(len(file.blocks))
         if not any(block in needed[number] for needed in everyone)
     ]
     mine: list[list[int]] = [[] for _ in manifest.files]

@@ -1,7 +1,7 @@
 """What a checkpoint holds and where: JSON that a person can read, checked before anything else is opened.
 
     {"format": "collectives-fsdp checkpoint", "version": 1, "step": 10, "world_size": 4,
-     "files": [{"name": "rank-00000.safetensors", "nbytes": 1234, "checksums": "1f3a..."}, ...],
+     "files": [{"name": "rank-00000.safetensors", "nbytes": 1234, "blocks": [[1000, "1f3a5c77"], [234, ...]]}, ...],
      "tensors": {"model": {"weight": {"dtype": "F32", "shape": [5, 3], "parts": [[0, 128, 0, 8], [1, 128, 8, 7]]}},
                  "optimizer.exp_avg": {...}, "values": {...}},
      "tied": {"head.weight": "weight"}, "order": ["weight", ...], "objects": {...}, "optimizer": {...}, "extra": ...}
@@ -17,11 +17,12 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp.checkpoint.checksum import BLOCK, DIGITS
+from fsdp.checkpoint.checksum import BLOCK
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.tensor_file import DTYPES
 
@@ -58,19 +59,19 @@ class StoredTensor(NamedTuple):
         return DTYPES[self.dtype].itemsize
 
 
+class Block(NamedTuple):
+    """Bytes of a file that have a checksum of their own."""
+
+    nbytes: int
+    checksum: str
+
+
 class StoredFile(NamedTuple):
-    """A file of the checkpoint; ``checksums`` are those of its blocks, one after another."""
+    """A file of the checkpoint; ``blocks`` lie one after another."""
 
     name: str
     nbytes: int
-    checksums: str
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.nbytes // BLOCK)
-
-    def checksum(self, block: int) -> str:
-        return self.checksums[block * DIGITS : (block + 1) * DIGITS]
+    blocks: tuple[Block, ...]
 
 
 Family = dict[str, StoredTensor]
@@ -119,8 +120,9 @@ class Manifest:
         for file in self.files:
             if not _PLAIN.fullmatch(file.name):
                 raise _wrong(where, f"a file's name to be a plain name in its folder, found {file.name!r}")
-            if file.nbytes < 0 or len(file.checksums) != file.blocks * DIGITS:
-                raise _wrong(where, f"a size and the checksums of every block of {file.name}, found {file.nbytes}")
+            sizes = [block.nbytes for block in file.blocks]
+            if sum(sizes) != file.nbytes or not all(0 < size <= BLOCK for size in sizes):
+                raise _wrong(where, f"a size of {file.name}, and blocks that add up to it, found {file.nbytes}")
         for family, members in self.tensors.items():
             for name, tensor in members.items():
                 self._check_tensor(where, f"{family} {name!r}", tensor)
@@ -149,6 +151,12 @@ class Manifest:
 
 def _wrong(where: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{where}: expected {what}; the manifest is damaged, take another checkpoint")
+
+
+def stored_file(row: Mapping[str, Any]) -> StoredFile:
+    """As JSON has it."""
+    blocks = tuple(Block(int(nbytes), str(checksum)) for nbytes, checksum in row["blocks"])
+    return StoredFile(str(row["name"]), int(row["nbytes"]), blocks)
 
 
 def seal(text: str) -> str:
@@ -180,7 +188,7 @@ def parse(text: str, where: Path) -> Manifest:
         manifest = Manifest(
             step=int(data["step"]),
             world_size=int(data["world_size"]),
-            files=tuple(StoredFile(str(f["name"]), int(f["nbytes"]), str(f["checksums"])) for f in data["files"]),
+            files=tuple(stored_file(row) for row in data["files"]),
             tensors={
                 family: {
                     name: StoredTensor(

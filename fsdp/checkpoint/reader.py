@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ class Reader:
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
         self._files = manifest.files
+        self._begins = [[0, *accumulate(block.nbytes for block in file.blocks)] for file in manifest.files]
         self._requests: defaultdict[int, list[_Request]] = defaultdict(list)
 
     def want(self, tensor: StoredTensor, start: int = 0, numel: int | None = None) -> torch.Tensor:
@@ -48,8 +51,9 @@ class Reader:
         found: list[set[int]] = []
         for number in range(len(self._files)):
             blocks: set[int] = set()
+            begins = self._begins[number]
             for offset, into in self._requests[number]:
-                blocks.update(range(offset // BLOCK, (offset + into.size - 1) // BLOCK + 1))
+                blocks.update(range(bisect_right(begins, offset) - 1, bisect_left(begins, offset + into.size)))
             found.append(blocks)
         return found
 
@@ -74,15 +78,14 @@ class Reader:
         try:
             first = 0  # of the requests that are not done
             for block in blocks:
-                begin = block * BLOCK
-                size = min(BLOCK, file.nbytes - begin)
+                begin, size = self._begins[number][block], file.blocks[block].nbytes
                 while first < len(requests) and requests[first].offset + requests[first].into.size <= begin:
                     first += 1
                 within = _within(requests, first, begin, size)
                 direct = len(within) == 1 and within[0][1].size == size and within[0][1].ctypes.data % 8 == 0
                 data = within[0][1] if direct else scratch[:size]
                 read_into(fd, path, begin, data)
-                if checksum(data) != file.checksum(block):
+                if checksum(data) != file.blocks[block].checksum:
                     raise CheckpointError(
                         f"{path}: expected bytes {begin} to {begin + size} as they were written, found others; "
                         "the file is damaged, take another checkpoint"

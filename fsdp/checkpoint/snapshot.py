@@ -14,7 +14,7 @@ from fsdp.checkpoint import tensor_file
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.extras import Marked
 from fsdp.checkpoint.holdings import Holdings
-from fsdp.checkpoint.manifest import Manifest, Part, StoredFile, StoredTensor
+from fsdp.checkpoint.manifest import Block, Manifest, Part, StoredFile, StoredTensor, stored_file
 from fsdp.checkpoint.optimizer_state import NamedState
 from fsdp.checkpoint.values import encode
 
@@ -125,7 +125,7 @@ class Snapshot:
              written.offsets.get(p.key, 0)]
             for p in self.pieces
         ]  # fmt: skip
-        file = StoredFile(name, written.nbytes, written.checksums)
+        file = StoredFile(name, written.nbytes, tuple(Block(*block) for block in written.blocks))
         return {"file": file._asdict(), "tensors": tensors, **self.fields}
 
 
@@ -146,7 +146,7 @@ def join(step: int, parts: Sequence[Mapping[str, Any]]) -> Manifest:
     return Manifest(
         step=step,
         world_size=len(parts),
-        files=tuple(StoredFile(**rank["file"]) for rank in parts),
+        files=tuple(stored_file(rank["file"]) for rank in parts),
         tensors=tensors,
         optimizer=_join_optimizer(parts),
         rank_extra=tuple(rank["rank_extra"] for rank in parts),

@@ -29,6 +29,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DIRECT = 2**18  # bytes of a tensor from which on it has blocks of its own, which are written without a copy
 MAX_HEADER = 100_000_000  # bytes: what other readers of the format accept
 
 
@@ -50,10 +51,10 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """A file's size in bytes, the checksums of its blocks one after another, and where each tensor's bytes begin."""
+    """A file's size in bytes, its blocks as sizes and checksums, and where each tensor's bytes begin."""
 
     nbytes: int
-    checksums: str
+    blocks: list[tuple[int, str]]
     offsets: dict[str, int]
 
 
@@ -92,7 +93,7 @@ def write(path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None 
     finally:
         os.close(fd)
     data = 8 + len(raw)
-    return Written(data + end, "".join(sink.checksums), {name: data + at for name, at in offsets.items()})
+    return Written(data + end, sink.blocks, {name: data + at for name, at in offsets.items()})
 
 
 def _pieces(item: Item) -> Iterator[Bytes]:
@@ -112,41 +113,39 @@ def as_bytes(flat: torch.Tensor) -> Bytes:
 
 
 class _Sink:
-    """Fills blocks, and writes each with its checksum; the disk begins with it meanwhile."""
+    """Writes blocks, each with its checksum: of large data as they are, of small ones put together."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._parts: list[Bytes] = []  # of the block that is not full yet
-        self._filled = 0
-        self._written = 0
         self._scratch = np.empty(BLOCK, dtype=np.uint8)
-        self.checksums: list[str] = []
+        self._filled = 0
+        self.blocks: list[tuple[int, str]] = []
 
     def add(self, data: Bytes) -> None:
+        if data.size >= DIRECT and data.ctypes.data % 8 == 0:
+            self.flush()
+            for begin in range(0, data.size, BLOCK):
+                self._write(data[begin : begin + BLOCK])
+            return
         done = 0
         while done < data.size:
             count = min(BLOCK - self._filled, data.size - done)
-            self._parts.append(data[done : done + count])
+            self._scratch[self._filled : self._filled + count] = data[done : done + count]
             self._filled += count
             done += count
             if self._filled == BLOCK:
                 self.flush()
 
     def flush(self) -> None:
-        if not self._parts:
-            return
-        block = self._parts[0]
-        if len(self._parts) > 1 or block.ctypes.data % 8:
-            block = np.concatenate(self._parts, out=self._scratch[: self._filled])
-        self.checksums.append(checksum(block))
+        if self._filled:
+            self._write(self._scratch[: self._filled])
+            self._filled = 0
+
+    def _write(self, block: Bytes) -> None:
+        self.blocks.append((block.size, checksum(block)))
         left = block.data
         while left:
             left = left[os.write(self._fd, left) :]
-        if hasattr(os, "posix_fadvise"):  # Linux takes this as a wish to write what cannot be dropped yet
-            os.posix_fadvise(self._fd, self._written, self._filled, os.POSIX_FADV_DONTNEED)
-        self._written += self._filled
-        self._filled = 0
-        self._parts.clear()
 
 
 class Entry(NamedTuple):

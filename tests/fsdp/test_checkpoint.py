@@ -107,6 +107,7 @@ def test_blocks_and_their_borders(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     for module in (checksum, manifest, reader, tensor_file):
         monkeypatch.setattr(module, "BLOCK", 100)
+    monkeypatch.setattr(tensor_file, "DIRECT", 250)
     expected = run_ranks(train_and_save, 3, str(tmp_path), 1, 1, world_size=3)[0]
     for state in run_ranks(load_and_train, 3, str(tmp_path), 1, 1, world_size=2):
         assert difference(state, expected) < 1e-10

@@ -143,20 +143,24 @@ def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
                 parse(text[:place] + chr(ord(text[place]) ^ bit) + text[place + 1 :], tmp_path)
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 4096, 4097, 3 * 4096 + 5])
+@pytest.mark.parametrize("size", [0, 1, 7, 4080, 4097, 3 * 4096 + 5, 2**18 + 12])
 def test_every_byte_of_a_block_counts(size: int) -> None:
     block = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     known = {checksum(block), checksum(np.append(block, np.uint8(0))), checksum(block[:-1]) if size else ""}
-    for place in range(0, size, 97):
+    places = range(0, size, max(97, size // 50))
+    for place in places:
         changed = block.copy()
         changed[place] ^= 1 << place % 8
         known.add(checksum(changed))
+        if place + 8 < size:  # and in the same bit of the next word
+            changed[place + 8] ^= 1 << place % 8
+            known.add(checksum(changed))
     for unit in (8, 64, 4096):  # words and rows that change places
         moved = block[: size // unit * unit].reshape(-1, unit)[::-1].reshape(-1)
         if size >= 2 * unit:
             known.add(checksum(np.append(moved, block[moved.size :])))
     swaps = sum(size >= 2 * unit for unit in (8, 64, 4096))
-    assert len(known) == 3 + len(range(0, size, 97)) + swaps
+    assert len(known) == 3 + len(places) + sum(place + 8 < size for place in places) + swaps
 
 
 def resumed(comm: Communicator, path: str) -> tuple[int, dict[str, torch.Tensor]]:
