@@ -70,7 +70,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-SchedulerParameters=bf_interval=2
+SchedulerParameters=bf_interval=2,sched_interval=5
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 KillWait=2
