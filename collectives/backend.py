@@ -82,9 +82,11 @@ class Backend(ABC):
     max_tag: int = 2**30  # of users' messages; schedules take SCHEDULE_TAGS more
     averages: bool = False  # its own reductions are asked for AVG too, and round once, after dividing
     uneven: bool = False  # its own all_gather and reduce_scatter also come for parts of different sizes
+    by_address: bool = False  # its own collectives use tensors' memory only, whatever autograd knows of them
     shares: bool = False  # ranks of a host can have one buffer
     # Native operations of this many bytes and more end the process, or write where they should not, if ranks call them
-    # with different sizes: so the ranks meet first, which they do only if all call the same.
+    # with different sizes: so the ranks meet first, which they do only if all call the same. Shorter ones may end with
+    # a wrong result: so when they meet the next time, they compare those too.
     meets_from: int = 2**63 - 1
     max_count: int = 2**31 - 1  # elements in one message or native operation; longer ones are cut above
 

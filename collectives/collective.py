@@ -109,15 +109,18 @@ class Collective:
             return backend._reduce_scatter_v(output, input, self.input.cuts, op)
         return backend._reduce_scatter(output, input, op)
 
-    def tag(self, choice: str | Schedule) -> int:
-        """What its messages carry: the same on all ranks, and (almost always) another than any other call's."""
+    def tag(self, choice: str | Schedule, earlier: str = "") -> int:
+        """What its messages carry: the same on all ranks, and (almost always) another than any other call's.
+
+        ``earlier``: what was called before it, where that is to be the same on all ranks too.
+        """
         numel, sizes = self.numel, None
         if self.operation == "all_to_all":  # there ranks differ
             numel = 0
         elif not self.even:
             sizes = tuple(next(side.cuts for side in (self.input, self.output) if side is not None))
         name = choice if isinstance(choice, str) else ""
-        return _tag(self.operation, self.dtype, self.op, self.root, name, numel, sizes)
+        return _tag(self.operation, self.dtype, self.op, self.root, name, numel, sizes, earlier)
 
     def least_bytes(self, size: int, rank: int) -> int:
         """What a rank must send at least: the volume of the best algorithm, in bytes."""

@@ -54,7 +54,8 @@ class Communicator(Endpoint):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, **options: Unpack[Options]) -> Work:
         """Combine every rank's ``tensor``, in place; all ranks get the same bits."""
-        if self._may_be_short(options) and (done := self._express("all_reduce", (op,), tensor)):
+        short = not options or self._may_be_short(options)
+        if short and (done := self._express.one("all_reduce", op, tensor, self.timeout)):
             return done
         flat = self._flat(tensor, "tensor", written=True)
         check_reducible(tensor.dtype, op)
@@ -66,7 +67,8 @@ class Communicator(Endpoint):
 
         ``input`` may be this rank's own part of ``output``: then nothing is copied locally.
         """
-        if self._may_be_short(options) and (done := self._express("all_gather", (), output, input)):
+        short = not options or self._may_be_short(options)
+        if short and (done := self._express.two("all_gather", None, output, input, self.timeout)):
             return done
         sizes = self._even_sizes(input, "input", output, "output")
         return self._all_gather(output, input, sizes, True, **options)
@@ -98,7 +100,8 @@ class Communicator(Endpoint):
 
         ``output`` may be this rank's own part of ``input``, which otherwise stays unchanged.
         """
-        if self._may_be_short(options) and (done := self._express("reduce_scatter", (op,), input, output)):
+        short = not options or self._may_be_short(options)
+        if short and (done := self._express.two("reduce_scatter", op, input, output, self.timeout)):
             return done
         sizes = self._even_sizes(output, "output", input, "input")
         return self._reduce_scatter(output, input, sizes, op, True, **options)
@@ -135,7 +138,7 @@ class Communicator(Endpoint):
 
     def broadcast(self, tensor: torch.Tensor, src: int, **options: Unpack[Options]) -> Work:
         """Rank ``src``'s ``tensor`` into everyone's."""
-        if not options and type(src) is int and (done := self._express("broadcast", (src,), tensor)):
+        if not options and type(src) is int and (done := self._express.one("broadcast", src, tensor, self.timeout)):
             return done
         check_rank("src", src, self.world_size)
         flat = self._flat(tensor, "tensor", written=self.rank != src)
@@ -350,6 +353,7 @@ class Communicator(Endpoint):
             raise ValueError(f"allocate_shared was called with different sizes: {found}; call it alike everywhere")
         buffer = self._transport._map_shared(numel, dtype, offers)
         self._buffers.add(buffer)
+        self._express.forget()  # while there are any, every output is compared with them
         return buffer
 
     # Life

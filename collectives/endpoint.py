@@ -9,42 +9,31 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from collectives.arguments import Flat, check_numel, check_sizes
-from collectives.backend import Backend, Pending
+from collectives.backend import Backend
 from collectives.capabilities import Key, Support, capabilities
 from collectives.collective import NATIVE, Algorithm, Collective
 from collectives.control import Control
 from collectives.engine import Engine
 from collectives.errors import CommClosedError, CommError
+from collectives.express import Express, short_when_alone
 from collectives.fork import generation
 from collectives.messages import Message
-from collectives.operation import DONE, Operation
+from collectives.operation import Operation
 from collectives.polling import Polling
 from collectives.progress import Progress
 from collectives.schedules.executor import Post, Posted, Scratch
 from collectives.schedules.round import Schedule
 from collectives.selection import Selection, Table
 from collectives.statistics import Row, Statistics, Stats
-from collectives.types import P2P, RankInfo, ReduceOp, SharedBuffer, Work
-from collectives.validate import agree, meet
+from collectives.types import P2P, RankInfo, SharedBuffer, Work
+from collectives.validate import Unmet, agree, meet
 
-_STRIDED = torch.strided
 _AGREEMENT_TAG = 0  # of what is sent before a collective, whatever it is
-
-
-class Express(NamedTuple):
-    """A signature that the library serves and that needs nothing else: see ``Endpoint._express``."""
-
-    start: Callable[..., Pending]
-    arguments: tuple[ReduceOp | int, ...]  # after the tensors
-    what: Callable[[], str]
-    row: Row
-    sent_bytes: int
 
 
 class Endpoint:
@@ -80,7 +69,6 @@ class Endpoint:
         self._selection = Selection(backend, name, ring="ring" in layers, default=algorithm, table=table)
         self._scratch = Scratch()  # collectives run one at a time
         self._statistics = Statistics()
-        self._expresses: dict[tuple[str, tuple[ReduceOp | int, ...], torch.dtype, int, int], Express] = {}
         self._lock = threading.RLock()
         self._generation = generation()
         self._splits = 0
@@ -98,6 +86,8 @@ class Endpoint:
             self._progress = Polling(*watched, waits=backend.waits, crowded=crowded)
         else:
             self._progress = Engine(*watched)
+        self._express = Express(backend, self._progress, self._where)
+        self._unmet = Unmet() if 0 < backend.meets_from < Backend.meets_from else None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.backend!r} rank {self.rank} of {self.world_size} on {self.device}>"
@@ -136,6 +126,7 @@ class Endpoint:
                     work.wait()
         finally:
             self._closed = True
+            self._express.forget()
             for child in self._children:
                 child.close()
             if self._control is not None and not self._progress.name:
@@ -208,20 +199,34 @@ class Endpoint:
         if call.numel:
             steps = call.steps(self._transport, choice, self._poster(row, call.tag(choice)), self._scratch, flats)
 
+        earlier = ""
+
         def what() -> str:
-            return f"{call} by {choice if isinstance(choice, str) else choice.__name__}"
+            return f"{call} by {choice if isinstance(choice, str) else choice.__name__}{earlier}"
 
         if self._validate:
             steps = chain(self._agree(call, what, row), steps)
-        elif choice == NATIVE and call.numel * call.dtype.itemsize >= self._transport.meets_from:
-            post = self._poster(Row(), call.tag(choice))  # tokens are no part of what the call sends
+        elif choice == NATIVE and self._must_meet(call):
+            earlier = self._unmet.take() if self._unmet is not None else ""
+            post = self._poster(Row(), call.tag(choice, earlier))  # tokens are no part of what the call sends
             steps = chain(meet(self.rank, self.world_size, self._transport.device, post), steps)
-        elif algorithm is None and all(flat.target is None for flat in flats):
-            if self.world_size == 1 and call.operation in _ALONE and call.numel and not call.dtype.is_complex:
-                self._remember(call, what, row, _ALONE[call.operation])
-            elif choice == NATIVE and call.plain and call.even and hasattr(self._transport, f"_{call.operation}"):
-                self._remember(call, what, row, getattr(self._transport, f"_{call.operation}"))
+        else:
+            unmet = self._unmet if choice == NATIVE else None
+            if unmet is not None:
+                unmet.note(what)
+            if algorithm is None and not self._buffers and all(flat.target is None for flat in flats):
+                alone = self.world_size == 1 and short_when_alone(call.operation) and not call.dtype.is_complex
+                if (alone and call.numel) or (choice == NATIVE and call.plain and call.even):
+                    self._check_usable()
+                    self._express.learn(call, what, row, unmet)
         return self._start(what, steps, row, async_op, timeout)
+
+    def _must_meet(self, call: Collective) -> bool:
+        """Whether the ranks compare what they call before the library's own collective: see ``Backend.meets_from``."""
+        if call.numel * call.dtype.itemsize >= self._transport.meets_from:
+            return True
+        unmet = self._unmet
+        return unmet is not None and bool(unmet) and (unmet.full or call.operation == "barrier")
 
     def _shared(self, tensor: torch.Tensor) -> SharedBuffer | None:
         """The shared buffer that ``tensor`` shows, or a part of."""
@@ -284,61 +289,9 @@ class Endpoint:
             operation.wait()
         return operation
 
-    def _remember(self, call: Collective, what: Callable[[], str], row: Row, start: Callable[..., Pending]) -> None:
-        """Calls with this signature may take the short way from now on."""
-        other = call.numel // self.world_size if call.operation in ("all_gather", "reduce_scatter") else 0
-        arguments: tuple[ReduceOp | int, ...] = () if call.op is None else (call.op,)
-        arguments += () if call.root is None else (call.root,)
-        key = (call.operation, arguments, call.dtype, call.numel, other)
-        self._expresses[key] = Express(start, arguments, what, row, call.least_bytes(self.world_size, self.rank))
-
     def _may_be_short(self, options: Mapping[str, object]) -> bool:
-        """Whether a call with these keywords may take the short way. A rank alone has nobody to wait for."""
-        return not options or (self.world_size == 1 and len(options) == 1 and "async_op" in options)
-
-    def _express(
-        self,
-        operation: str,
-        arguments: tuple[ReduceOp | int, ...],
-        larger: torch.Tensor,
-        smaller: torch.Tensor | None = None,
-    ) -> Work | None:
-        """The short way, for small messages, where every microsecond in Python counts.
-
-        It serves a synchronous call whose signature went the long way to the library before, with nothing to pack,
-        round or divide and nothing pending; and any such call of a rank that is alone. None where that is not so, and
-        where the long way says what is wrong.
-        """
-        if not isinstance(larger, torch.Tensor) or not (smaller is None or isinstance(smaller, torch.Tensor)):
-            return None
-        dtype, numel = larger.dtype, larger.numel()
-        express = self._expresses.get((operation, arguments, dtype, numel, 0 if smaller is None else smaller.numel()))
-        if express is None or self._closed or self._buffers or generation() != self._generation:
-            return None
-        place = self._transport.device
-        if larger.layout is not _STRIDED or not larger.is_contiguous() or larger.device != place:
-            return None
-        written, flat = larger, larger if larger.dim() == 1 < numel else larger.as_strided((numel,), (1,))
-        if smaller is None:
-            tensors = (flat, *arguments)
-        else:
-            if smaller.layout is not _STRIDED or not smaller.is_contiguous() or smaller.device != place:
-                return None
-            if smaller.dtype != dtype or _overlap(larger, smaller):
-                return None
-            numel = smaller.numel()
-            part = smaller if smaller.dim() == 1 < numel else smaller.as_strided((numel,), (1,))
-            if operation == "all_gather":
-                tensors = (flat, part)
-            else:
-                written, tensors = smaller, (part, flat, *arguments)
-        if written.requires_grad or written.is_inference() or not self._progress.claim():
-            return None
-        row = express.row
-        row.calls += 1
-        row.sent_bytes += express.sent_bytes
-        self._progress.run(express.start, tensors, express.what, row, self._where, self.timeout)
-        return DONE
+        """Whether a call with these keywords may go the short way. A rank alone has nobody to wait for."""
+        return self.world_size == 1 and len(options) == 1 and "async_op" in options
 
     def _check_usable(self) -> None:
         if generation() != self._generation:
@@ -352,35 +305,3 @@ class Endpoint:
             ) from self._progress.failure
         if self._closed:
             raise CommClosedError(f"rank {self.rank}: the communicator is closed")
-
-
-class _Done:
-    """Nothing was posted."""
-
-    def poll(self) -> bool:
-        return True
-
-    def wait(self, i: int, deadline: float) -> None:
-        return
-
-
-_DONE = _Done()
-
-
-def _keep(tensor: torch.Tensor, *_: object) -> Pending:
-    return _DONE
-
-
-def _copy(output: torch.Tensor, input: torch.Tensor, *_: object) -> Pending:
-    output.copy_(input.detach() if input.requires_grad else input)
-    return _DONE
-
-
-# What is left at world size 1.
-_ALONE: dict[str, Callable[..., Pending]] = {"all_reduce": _keep, "all_gather": _copy, "reduce_scatter": _copy}
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    first, second = a.data_ptr(), b.data_ptr()
-    return first < second + b.nbytes and second < first + a.nbytes

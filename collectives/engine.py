@@ -36,7 +36,7 @@ class Engine(Progress):
 
     def submit(self, operation: Operation, sync: bool) -> None:
         with self._changed:
-            inline = sync and not self._claimed and not any(other.call for other in self.pending)
+            inline = sync and not self._claim.locked() and not any(other.call for other in self.pending)
             self._unfinished.append(operation)
         if not operation.call:
             operation.begin()
@@ -69,7 +69,7 @@ class Engine(Progress):
     def _is_next(self, operation: Operation) -> bool:
         """Whether no earlier collective is under way: a caller may be carrying one out itself, on its own thread."""
         earlier = itertools.takewhile(lambda other: other is not operation, self._unfinished)
-        return operation.done or (not self._claimed and all(other.done or not other.call for other in earlier))
+        return operation.done or (not self._claim.locked() and all(other.done or not other.call for other in earlier))
 
     def _block(self, operation: Operation) -> None:
         operation.block(time.monotonic() + operation.timeout)
@@ -78,17 +78,18 @@ class Engine(Progress):
 
     @property
     def busy(self) -> bool:
-        return self.failure is not None or self._claimed or any(not operation.done for operation in self._unfinished)
+        return (
+            self.failure is not None
+            or self._claim.locked()
+            or any(not operation.done for operation in self._unfinished)
+        )
 
     def claim(self) -> bool:
         with self._changed:
-            if self.busy:
-                return False
-            self._claimed = True
-            return True
+            return not self.busy and self._claim.acquire(blocking=False)
 
     def _release(self) -> None:
-        self._claimed = False
+        super()._release()
         if self._started:
             with self._changed:
                 self._changed.notify_all()

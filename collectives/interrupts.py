@@ -12,8 +12,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+
+_GRACE = 1.0  # seconds in which a call of a library may still end by itself
 
 
 def join(threads: Iterable[threading.Thread]) -> None:
@@ -25,6 +27,30 @@ def join(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Watch:
+    """Around a call that cannot be interrupted: once ``look`` says so, ``act``, unless it soon ends by itself."""
+
+    def __init__(self, look: Callable[[], bool], act: Callable[[], None]) -> None:
+        self._look = look
+        self._act = act
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="collectives split", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.1):
+            if self._look():
+                if not self._over.wait(_GRACE):
+                    self._act()
+                return
 
 
 class Interrupts:

@@ -59,7 +59,7 @@ class Polling(Progress):
             if self._loose:
                 self._loose = [operation for operation in self._loose if not operation.advance()]
                 looks = 1
-            while self._queue and not self._claimed and self._queue[0].advance(looks):
+            while self._queue and not self._claim.locked() and self._queue[0].advance(looks):
                 self._queue.popleft()
 
     def drive(self, operation: Operation, timeout: float) -> None:
@@ -84,7 +84,7 @@ class Polling(Progress):
     def _first_of_all(self) -> Operation | None:
         """The one operation that can be waited for before any other; None where messages are under way beside it."""
         with self._lock:
-            if self._claimed:
+            if self._claim.locked():
                 return None
             if not self._loose:
                 return self._queue[0] if self._queue else None
@@ -92,25 +92,28 @@ class Polling(Progress):
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._loose) or self._claimed or self.failure is not None
+        return bool(self._queue or self._loose) or self._claim.locked() or self.failure is not None
 
     def claim(self) -> bool:
-        with self._lock:
-            if self._queue or self._loose or self._claimed or self.failure is not None:
-                return False
-            self._claimed = True
-            return True
+        if not self._claim.acquire(False):
+            return False
+        # Only now, so that what somebody submits meanwhile either is seen here or sees the claim.
+        if self._queue or self._loose or self.failure is not None:
+            self._claim.release()
+            return False
+        return True
 
     def _finish(self, pending: Pending, deadline: float) -> None:
         if self._waits:
             pending.wait(0, deadline)
             return
-        turn, looks = 0, 1 if self._crowded else _LOOKS
+        poll, looks = pending.poll, range(1 if self._crowded else _LOOKS)
+        turn = 0
         while True:
-            for _ in range(looks):
-                if pending.poll():
+            for _ in looks:
+                if poll():
                     return
-            turn += looks
+            turn += len(looks)
             self._pause(turn, deadline)
             if self.failure is not None:
                 raise self.failure

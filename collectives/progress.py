@@ -9,6 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from time import monotonic  # called often enough for a look-up to count
 from typing import Any, TypeVar
 
 from collectives.backend import Pending
@@ -36,7 +37,7 @@ class Progress(ABC):
         self._kill = kill
         self._control = control
         self._now: tuple[Callable[[], str], float, float] | None = None  # what, since, time-out of what ``run`` carries
-        self._claimed = False  # a collective that is in no queue is under way
+        self._claim = threading.Lock()  # held while a collective that is in no queue is under way
         self._ending = threading.Lock()
         self._ended = threading.Event()
         if control is not None:
@@ -74,12 +75,15 @@ class Progress(ABC):
         arguments: tuple[Any, ...],
         what: Callable[[], str],
         row: Row,
+        sent: int,
         where: str,
         timeout: float,
     ) -> None:
-        """Carry one collective of the backend's own from start to end; after ``claim``."""
+        """Carry one collective of the backend's own, which sends ``sent`` bytes, from start to end; after ``claim``."""
         self.calls += 1
-        since = time.monotonic()
+        row.calls += 1
+        row.sent_bytes += sent
+        since = monotonic()
         self._now = (what, since, timeout)
         try:
             self._finish(start(*arguments), since + timeout)
@@ -90,10 +94,10 @@ class Progress(ABC):
         finally:
             self._now = None
             self._release()
-            row.seconds += time.monotonic() - since
+            row.seconds += monotonic() - since
 
     def _release(self) -> None:
-        self._claimed = False
+        self._claim.release()
 
     def set_up(self, make: Callable[[], T], members: Sequence[int], timeout: float) -> T:
         """``make()`` for ranks ``members``: a failure there ends this communicator, which then can say who is missing.

@@ -3,14 +3,15 @@
 ``agree`` is for programs under development: one small exchange a call, in which every rank learns every other's call. A
 mismatch then raises on all ranks at once and says who called what, where otherwise wrong numbers or a time-out would
 follow. ``meet`` is for every day: before a library's own collective, where a mismatch would be the end of the process.
+Where it would only be a wrong result, of a small message, ``Unmet`` remembers what was called until ranks meet again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Generator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Generator, Sequence
+from itertools import groupby, pairwise
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ from collectives.types import P2P
 
 _DIGEST = 16  # bytes
 _TEXT = 240  # bytes; a longer description is compared in full by its digest, and shown cut
+_MOST_UNMET = 128  # calls without a meeting, which costs more than the rest of a small one
+_SHOWN = 4
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[Posted, None, _T]
 
@@ -61,6 +64,31 @@ def meet(rank: int, size: int, device: torch.device, post: Post) -> Steps[None]:
     for sends, recvs, _ in dissemination_barrier(rank, size):
         ops = [P2P.send(token[:1], peer) for peer, _ in sends] + [P2P.recv(token[1:], peer) for peer, _ in recvs]
         yield post(ops)
+
+
+class Unmet:
+    """What was called since the ranks last met: they compare it when they do, by the tag of their messages."""
+
+    def __init__(self) -> None:
+        self._whats: list[Callable[[], str]] = []
+        self.note = self._whats.append
+
+    @property
+    def full(self) -> bool:
+        """Whether the ranks must meet before the next call."""
+        return len(self._whats) >= _MOST_UNMET
+
+    def __bool__(self) -> bool:
+        return bool(self._whats)
+
+    def take(self) -> str:
+        """What was called, in words, or nothing; from now on that is forgotten."""
+        calls = [f"{len(list(those))} x {text}" for text, those in groupby(what() for what in self._whats)]
+        self._whats.clear()
+        if len(calls) > _SHOWN:
+            digest = hashlib.sha256("; ".join(calls).encode()).hexdigest()[:8]
+            calls = [f"others ({digest})", *calls[-_SHOWN:]]
+        return f", after {', then '.join(calls)}" if calls else ""
 
 
 def _signature(call: Collective, what: str) -> str:

@@ -23,6 +23,7 @@ LAYERS = [
         "collective",
         "control",
         "engine",
+        "express",
         "fork",
         "interrupts",
         "messages",

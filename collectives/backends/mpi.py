@@ -22,9 +22,19 @@ from typing import Any
 import torch
 
 from collectives.backend import SCHEDULE_TAGS, Backend, Bootstrap, LibraryCall, Pending
+from collectives.backends.mpi_pending import MpiCollective, MpiPending
 from collectives.backends.sockets import within
 from collectives.communicator import Communicator
-from collectives.errors import CommError, CommTimeoutError, PeerLostError, RendezvousError, UnsupportedError
+from collectives.errors import (
+    CollectiveMismatchError,
+    CommError,
+    CommTimeoutError,
+    PeerLostError,
+    RendezvousError,
+    UnsupportedError,
+)
+from collectives.interrupts import Watch
+from collectives.schedules.dissemination import dissemination_barrier
 from collectives.selection import Table, agree_on_table
 from collectives.types import P2P, RankInfo, ReduceOp
 
@@ -32,6 +42,7 @@ from collectives.types import P2P, RankInfo, ReduceOp
 _DATATYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
 _LAST_WORDS = 0.5  # seconds in which ranks hear of a failure, raise and print, before it ends them
 _PATIENCE = 5.0  # seconds that an exit waits for the other ranks after a failure
+_SPLIT_TAG = 0  # nothing else is under way, and what comes next stays behind it
 _OPS = {
     ReduceOp.SUM: "SUM",
     ReduceOp.PRODUCT: "PROD",
@@ -174,33 +185,6 @@ def guard_exit() -> _Exit:
     return found
 
 
-class _MpiPending:
-    __slots__ = ("_backend", "_requests", "_tensors")
-
-    def __init__(self, backend: MpiBackend, requests: list[Any], tensors: Any) -> None:
-        self._backend = backend
-        self._requests = requests
-        self._tensors = tensors
-        backend.active.add(self)
-
-    def poll(self) -> bool:
-        requests = self._requests
-        try:
-            while requests:
-                if not requests[-1].Test():
-                    if self._backend.killed:
-                        raise CommError(f"rank {self._backend.rank}, mpi: the transport was stopped")
-                    return False
-                requests.pop()
-        except self._backend.MPI.Exception as error:
-            raise self._backend.translate(error) from error
-        self._backend.active.discard(self)
-        return True
-
-    def wait(self, i: int, deadline: float) -> None:
-        raise AssertionError("a polling backend is polled")
-
-
 class MpiBackend(Backend):
     """Messages over a duplicate of an MPI communicator, in host memory, without copies.
 
@@ -209,6 +193,7 @@ class MpiBackend(Backend):
     """
 
     name = "mpi"
+    by_address = True
     meets_from = 2049  # shorter messages come whole, and MPI says when one is too long for its receive
     max_count = (2**31 - 1) // 16  # complex128 elements whose bytes an int still counts
 
@@ -226,7 +211,8 @@ class MpiBackend(Backend):
         self.device = torch.device("cpu")
         highest = self.MPI.COMM_WORLD.Get_attr(self.MPI.TAG_UB) or 32767
         self.max_tag = min(self.max_tag, highest + 1 - SCHEDULE_TAGS)
-        self.active: set[_MpiPending] = set()
+        self.active: set[MpiPending] = set()
+        self.collective: MpiCollective | None = None
         self._comm = comm
         self._timeout = timeout
         self.killed = False
@@ -238,7 +224,7 @@ class MpiBackend(Backend):
     def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
         buffer, isend, irecv = self._buffer, self._comm.Isend, self._comm.Irecv
         requests: list[Any] = []
-        pending = _MpiPending(self, requests, ops)
+        pending = MpiPending(self, requests, ops)
         try:
             for sends, tensor, peer in ops:
                 memory = buffer(tensor.data_ptr(), tensor.nbytes)
@@ -255,33 +241,35 @@ class MpiBackend(Backend):
         return dtype in _DATATYPES and op in _OPS
 
     def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
-        return self._collective(
-            self._comm.Iallreduce, (self.MPI.IN_PLACE, self._typed(tensor), self._ops[op]), keep=tensor
-        )
+        return self._collective(self._comm.Iallreduce, (self.MPI.IN_PLACE, self._typed(tensor), self._ops[op]), tensor)
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Pending:
-        if 0 <= output.data_ptr() - input.data_ptr() < input.nbytes:  # MPI forbids overlap, the contract allows it
+        source, target, nbytes = input.data_ptr(), output.data_ptr(), input.nbytes
+        if source <= target < source + nbytes:  # MPI forbids overlap, the contract allows it
             input = input.clone()
-        arguments = (self._typed(input), self._typed(output), self._ops[op])
-        return self._collective(self._comm.Ireduce_scatter_block, arguments, keep=(output, input))
+            source = input.data_ptr()
+        buffer, datatype = self._buffer, self._datatypes[input.dtype]
+        sent, received = [buffer(source, nbytes), datatype], [buffer(target, output.nbytes), datatype]
+        return self._collective(self._comm.Ireduce_scatter_block, (sent, received, self._ops[op]), (output, input))
 
     def _all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        own_slot = output.data_ptr() + self.rank * input.nbytes
-        mine = self.MPI.IN_PLACE if input.data_ptr() == own_slot else self._bytes(input)
-        return self._collective(self._comm.Iallgather, (mine, self._bytes(output)), keep=(output, input))
+        source, target, nbytes = input.data_ptr(), output.data_ptr(), input.nbytes
+        in_place = source == target + self.rank * nbytes
+        sent = self.MPI.IN_PLACE if in_place else self._buffer(source, nbytes)
+        received = self._buffer(target, output.nbytes)
+        return self._collective(self._comm.Iallgather, (sent, received), (output, input))
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
-        return self._collective(self._comm.Ibcast, (self._bytes(tensor), src), keep=tensor)
+        return self._collective(self._comm.Ibcast, (self._bytes(tensor), src), tensor)
 
     def _barrier(self) -> Pending:
-        return self._collective(self._comm.Ibarrier, (), keep=None)
+        return self._collective(self._comm.Ibarrier, (), None)
 
     def _collective(self, start: Any, arguments: tuple[Any, ...], keep: Any) -> Pending:
         try:
-            request = start(*arguments)
+            return MpiCollective(self, start(*arguments).Test, keep)
         except self.MPI.Exception as error:
             raise self.translate(error) from error
-        return _MpiPending(self, [request], keep)
 
     def _bytes(self, tensor: torch.Tensor) -> Any:
         return self._buffer(tensor.data_ptr(), tensor.nbytes)
@@ -328,10 +316,13 @@ class MpiBackend(Backend):
 
     def _create(self, group: Any, members: Sequence[int]) -> Any:
         """MPI cannot make a communicator of some ranks without blocking, for ever if one of them has died."""
-        if self.MPI.Query_thread() < self.MPI.THREAD_MULTIPLE:  # a thread that is stuck in MPI would hold up all others
-            return self._comm.Create_group(group)
+        deadline = time.monotonic() + self._timeout
         try:
-            return within(time.monotonic() + self._timeout, lambda: self._comm.Create_group(group), lambda: self.killed)
+            if self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE:
+                return within(deadline, lambda: self._comm.Create_group(group), lambda: self.killed)
+            self._await(members, deadline)
+            with Watch(lambda: self.killed or time.monotonic() > deadline, self._give_up):
+                return self._comm.Create_group(group)
         except TimeoutError as error:
             raise CommTimeoutError(
                 f"rank {self.rank}, mpi: ranks {list(members)} could not form a group within {self._timeout:g} s; one "
@@ -340,12 +331,36 @@ class MpiBackend(Backend):
         except self.MPI.Exception as error:
             raise self.translate(error) from error
 
+    def _await(self, members: Sequence[int], deadline: float) -> None:
+        """Return when all ``members`` have come here. Raises ``TimeoutError`` at ``deadline``.
+
+        Where MPI takes calls from one thread at a time, a thread that is stuck in it holds up all others, so nobody may
+        go in before everybody is there.
+        """
+        token = torch.zeros(2, dtype=torch.uint8)
+        for sends, recvs, _ in dissemination_barrier(members.index(self.rank), len(members)):
+            ops = [P2P.send(token[:1], members[to]) for to, _ in sends]
+            ops += [P2P.recv(token[1:], members[source]) for source, _ in recvs]
+            pending = self._post(ops, _SPLIT_TAG)
+            while not pending.poll():
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(1e-4)
+
+    def _give_up(self) -> None:
+        sys.stderr.write(
+            f"rank {self.rank}, mpi: a rank died or was stopped while a group was formed, and MPI, which was started "
+            "for calls from one thread at a time, cannot be left; aborting the job\n"
+        )
+        sys.stderr.flush()
+        self.MPI.COMM_WORLD.Abort(1)
+
     def _kill(self) -> None:
         self.killed = True
         if self._leaving is not None:
             self._leaving.failed = True
         # MPI may write into the buffers of abandoned receives for as long as the process lives: they must stay.
-        for pending in list(self.active):
+        for pending in [*self.active, self.collective]:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
 
     def _close(self) -> None:
@@ -356,6 +371,11 @@ class MpiBackend(Backend):
     def translate(self, error: Any) -> CommError:
         """An MPI exception as one of ours."""
         text = error.Get_error_string()
+        if error.Get_error_class() == self.MPI.ERR_TRUNCATE:  # messages have tags by their size: it was a collective
+            return CollectiveMismatchError(
+                f"rank {self.rank}, mpi: a message is longer than its receive ({text}), so a peer called this with "
+                "another size, or something else; make the same calls in the same order everywhere"
+            )
         if "PROC_FAILED" in text or "REVOKED" in text:
             return PeerLostError(f"rank {self.rank}, mpi: a peer failed ({text}); see the peers' output")
         return CommError(f"rank {self.rank}, mpi: {text}")

@@ -11,7 +11,7 @@ import torch
 from collectives.communicator import Communicator
 from collectives.conformance.case import Case, Check, raises, require, still_works
 from collectives.errors import CommClosedError, CommError, CommTimeoutError
-from collectives.types import Work
+from collectives.types import ReduceOp, Work
 
 _LIMIT = 0.6  # the time-out that is tried
 _SHORT = 0.3  # where it does not matter how it ends
@@ -119,6 +119,7 @@ def check_collective_mismatch(comm: Communicator, case: Case) -> None:
         (_different_sizes, (few, many)),
         (_different_sizes, (many, few)),
         (_different_operations, (many, few)),
+        (_different_ops, (10, 10)) if w == 2 else (_short_broadcast, (20, 10)),
     ):
         group = comm.split(0)
         assert group is not None
@@ -146,6 +147,14 @@ def _different_operations(group: Communicator, tensor: torch.Tensor, numel: int)
         group.all_gather(tensor, tensor[group.rank * numel :][:numel], timeout=_SHORT)
     else:
         group.reduce_scatter(tensor[:numel], tensor, timeout=_SHORT)
+
+
+def _short_broadcast(group: Communicator, tensor: torch.Tensor, numel: int) -> None:
+    group.broadcast(tensor[:numel].fill_(1.0), group.world_size - 1, timeout=_SHORT)
+
+
+def _different_ops(group: Communicator, tensor: torch.Tensor, numel: int) -> None:
+    group.all_reduce(tensor[:numel].fill_(1.0), ReduceOp.PRODUCT if group.rank else ReduceOp.SUM, timeout=_SHORT)
 
 
 def check_abort(comm: Communicator, case: Case) -> None:

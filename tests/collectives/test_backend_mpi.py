@@ -109,6 +109,32 @@ def test_bad_ends(how: str, backend: str) -> None:
         assert "rank 1 sees PeerLostError" in output
 
 
+@pytest.mark.full
+def test_a_death_while_a_group_is_formed_where_mpi_takes_one_thread_at_a_time() -> None:
+    """MPI cannot be left then, so nobody may go in before everybody is there."""
+    command, environment = mpirun(3)
+    program = (
+        "import os, collectives\n"
+        "comm = collectives.init('mpi', timeout=60.0)\n"
+        "assert comm.split(0).split(0).all_gather_object(comm.rank) == [0, 1, 2]\n"
+        "if comm.rank == 1: os._exit(5)\n"
+        "try: comm._progress.set_up(lambda: comm._transport._split([0, 1, 2], 'late'), [0, 1, 2], 60.0)\n"
+        "except collectives.errors.PeerLostError as error: print(f'rank {comm.rank} sees {error}', flush=True)\n"
+        "os._exit(6)"
+    )
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**environment, "MPI4PY_RC_THREAD_LEVEL": "serialized"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode in (5, 6), done
+    seen = [line for line in done.stdout.splitlines() if "rank 1 is lost" in line]
+    assert seen, done
+
+
 # Before MPI_Init
 
 
