@@ -86,8 +86,8 @@ def _cost(bodies: Sequence[Callable[[], object]], repeats: int, rounds: int) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m collectives.torch_backend.overhead", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=1000, help="calls in a round (default 1000)")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds, whose median counts (default 20)")
+    parser.add_argument("--repeats", type=int, default=50, help="calls in a round (default 50)")
+    parser.add_argument("--rounds", type=int, default=200, help="rounds, whose median counts (default 200)")
     options = parser.parse_args(arguments)
     begin("cgloo")
     sys.stdout.write("microseconds a call    communicator  process group  adapter adds  torch.distributed\n")
