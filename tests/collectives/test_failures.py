@@ -154,7 +154,11 @@ def check_notes(how: str, victim: int, folder: Path, output: str, all_live: bool
     [
         ("launch", "SIGKILL"),
         *(
-            pytest.param(launcher, how, marks=pytest.mark.full if how == "sys.exit" else pytest.mark.exhaustive)
+            pytest.param(
+                launcher,
+                how,
+                marks=pytest.mark.full if (launcher, how) == ("launch", "sys.exit") else pytest.mark.exhaustive,
+            )
             for launcher in ("launch", "torchrun")
             for how in HOW
             if (launcher, how) != ("launch", "SIGKILL")

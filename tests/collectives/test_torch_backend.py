@@ -61,7 +61,7 @@ def on_threads(body: Callable[[], None], world_size: int, backend: str, timeout:
     [
         ("cgloo", 2),
         pytest.param("cgloo", 1, marks=pytest.mark.full),
-        pytest.param("cgloo", 3, marks=pytest.mark.full),
+        pytest.param("cgloo", 3, marks=pytest.mark.exhaustive),
         pytest.param("cring", 3, marks=pytest.mark.full),
         pytest.param("cring", 4, marks=pytest.mark.exhaustive),
     ],

@@ -65,9 +65,8 @@ def over_both(world_size: int) -> Connect:
     ("bridge", "world_size"),
     [
         pytest.param(over_ours, 2, marks=pytest.mark.full),
-        pytest.param(over_gloo, 3, marks=pytest.mark.full),
         *(pytest.param(over_ours, size, marks=pytest.mark.exhaustive) for size in (1, 3, 4)),
-        *(pytest.param(over_gloo, size, marks=pytest.mark.exhaustive) for size in (1, 2, 4)),
+        *(pytest.param(over_gloo, size, marks=pytest.mark.exhaustive) for size in (1, 2, 3, 4)),
         pytest.param(over_both, 2, marks=pytest.mark.exhaustive),
     ],
 )

@@ -45,7 +45,7 @@ def started(starter: str, world_size: int, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("starter", "world_size", "backends"),
     [
-        ("torchrun", 2, ["cshm", "cring", "cgloo"]),
+        pytest.param("torchrun", 2, ["cshm", "cring", "cgloo"], marks=pytest.mark.exhaustive),
         ("mpirun", 2, ["cmpi", "cshm", "cring"]),
         pytest.param("mpirun", 4, ["cmpi", "cshm"], marks=pytest.mark.exhaustive),
         pytest.param("torchrun", 4, ["cshm", "cring", "cgloo"], marks=pytest.mark.exhaustive),
@@ -70,7 +70,7 @@ def test_training_is_that_of_gloo(starter: str, world_size: int, backends: list[
     ("starter", "world_size", "backend"),
     [
         ("torchrun", 2, "cshm"),
-        ("mpirun", 2, "cmpi"),
+        pytest.param("mpirun", 2, "cmpi", marks=pytest.mark.exhaustive),
         pytest.param("mpirun", 3, "cshm", marks=pytest.mark.exhaustive),
         pytest.param("mpirun", 4, "cmpi", marks=pytest.mark.exhaustive),
         pytest.param("torchrun", 4, "cring", marks=pytest.mark.exhaustive),
@@ -98,7 +98,15 @@ print(f"{dist.get_backend()} {tensor.tolist()} {sys.argv[1:]} {__name__}\\n", en
 """
 
 
-@pytest.mark.parametrize("starter", [*STARTERS, "launch", "alone"])
+@pytest.mark.parametrize(
+    "starter",
+    [
+        "mpirun",
+        "alone",
+        pytest.param("torchrun", marks=pytest.mark.exhaustive),
+        pytest.param("launch", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_script_that_knows_nothing(starter: str, tmp_path: Path) -> None:
     """Its own init_process_group returns the group that is there; said once."""
     script = tmp_path / "script.py"

@@ -132,7 +132,7 @@ def save_once(comm: Communicator, folder: str, step: int) -> None:
     fsdp.save(folder, model, optimizer, step=step, keep=2)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_process_alone_is_killed(tmp_path: Path) -> None:
     chance = random.Random(3)
     context = multiprocessing.get_context("forkserver")
@@ -153,7 +153,7 @@ def test_a_process_alone_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("behind", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_killed_a_few_times(behind: bool, tmp_path: Path) -> None:
     kill_and_verify(tmp_path, behind, 4, seed=1)
 

@@ -49,7 +49,7 @@ def test_it_starts_its_own_ranks_and_writes_what_it_promises(tmp_path: Path) -> 
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_memory_of_contenders_that_run_alone(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     done = run_bench(

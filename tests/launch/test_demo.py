@@ -154,8 +154,8 @@ def test_started_plainly_it_starts_two_ranks(tmp_path: Path) -> None:
         assert word in done.stdout
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_under_mpirun_and_without_files(tmp_path: Path, world_size: int) -> None:
     command, variables = ranks.mpirun(world_size)
     done = run(["--no-write", "--num-steps", "2"], tmp_path, command, variables)

@@ -18,6 +18,7 @@ from tests.ranks import ROOT, clean_environment, mpirun
 
 LIMIT = 120.0
 FULL = functools.partial(pytest.param, marks=pytest.mark.full)
+EXHAUSTIVE = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def under(launcher: str, n: int) -> tuple[list[str], dict[str, str]]:
@@ -177,7 +178,7 @@ def test_a_rank_that_does_not_arrive_in_time() -> None:
     assert "RendezvousError" in err
 
 
-@pytest.mark.parametrize("how", [FULL("raise"), "thread", FULL("sys.exit")])
+@pytest.mark.parametrize("how", [EXHAUSTIVE("raise"), "thread", FULL("sys.exit")])
 def test_a_failing_rank_0_ends_a_waiting_rank_1(how: str) -> None:
     """Case L1 under this project's launcher."""
     started = time.monotonic()
@@ -190,7 +191,7 @@ def test_a_failing_rank_0_ends_a_waiting_rank_1(how: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["plain", "close", "late"])
+@pytest.mark.parametrize("how", [EXHAUSTIVE("plain"), EXHAUSTIVE("close"), "late"])
 def test_ranks_end_well_with_and_without_close(how: str) -> None:
     """Case L7: one rank is done before the other, and nobody has to close anything."""
     code, out, err = finish(start("launch", how, "gloo", module="tests.collectives.exits"))
@@ -201,7 +202,7 @@ def test_ranks_end_well_with_and_without_close(how: str) -> None:
 # python -m collectives.info, and the starters to copy
 
 
-@pytest.mark.parametrize("launcher", ["launch", FULL(""), FULL("mpirun"), FULL("torchrun")])
+@pytest.mark.parametrize("launcher", ["launch", EXHAUSTIVE(""), FULL("mpirun"), EXHAUSTIVE("torchrun")])
 def test_info(launcher: str) -> None:
     n = 2 if launcher else 1
     code, out, err = finish(start(launcher, n=n, module="collectives.info"))
@@ -226,7 +227,7 @@ def test_info_says_what_is_wrong() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["mpirun.sh", "torchrun.sh"])
+@pytest.mark.parametrize("name", ["mpirun.sh", EXHAUSTIVE("torchrun.sh")])
 def test_starters(name: str) -> None:
     env = {**clean_environment(), "PYTHON": sys.executable}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])

@@ -78,14 +78,16 @@ def reference(batch_size: int = 12) -> tuple[list[float], list[float]]:
 
 
 def tier(backend: str, world_size: int, strategy: str) -> Any:
-    """Plain runs have a few of all combinations, --full each backend with each world size."""
+    """Plain runs have a few of all combinations, --full each backend and each world size, with one strategy or another."""
     plain = {("gloo", 2, "fsdp"), ("ring+gloo", 2, "zero2"), ("mpi", 2, "zero1"), ("shm+mpi", 2, "ddp")}
     if (backend, world_size, strategy) in plain or (backend == "threads" and world_size == 3):
         return ()
     turn = (ranks.BACKENDS.index(backend) + world_size) % len(STRATEGIES)
-    return pytest.mark.full if STRATEGIES[turn] == strategy else pytest.mark.exhaustive
+    usual = world_size == USUAL.get(backend, world_size)
+    return pytest.mark.full if usual and STRATEGIES[turn] == strategy else pytest.mark.exhaustive
 
 
+USUAL = {"gloo": 1, "mpi": 3, "ring+gloo": 3, "ring+mpi": 2, "shm+gloo": 4, "shm+mpi": 2}
 MATRIX = [
     pytest.param(*case, marks=tier(*case)) for case in itertools.product(ranks.BACKENDS, (1, 2, 3, 4), STRATEGIES)
 ]
@@ -191,10 +193,11 @@ PLAIN = {("launch", 2, "gloo", "fsdp"), ("mpirun", 2, "ring+mpi", "fsdp")}
 
 
 def launch_tier(number: int, start: tuple[str, int, str], strategy: str) -> Any:
-    """--full has each way to start, with one strategy or another."""
+    """--full has each way to start two ranks, with one strategy or another."""
     if (*start, strategy) in PLAIN:
         return ()
-    return pytest.mark.full if STRATEGIES[number % len(STRATEGIES)] == strategy else pytest.mark.exhaustive
+    usual = start[1] <= 2 and start not in {case[:3] for case in PLAIN}
+    return pytest.mark.full if usual and STRATEGIES[number % len(STRATEGIES)] == strategy else pytest.mark.exhaustive
 
 
 PROGRAMS = [
@@ -357,8 +360,11 @@ def test_samples_cannot_steer_a_terminal() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_default_settings_beat_the_bigram_entropy(tmp_path: Path) -> None:
-    done = execute([sys.executable, "-m", "launch", "-n", "2", "-m", "launch.train"], environment(), tmp_path, 800)
+@pytest.mark.parametrize("steps", [250, pytest.param(None, marks=pytest.mark.exhaustive)])
+def test_the_default_model_beats_the_bigram_entropy(steps: int | None, tmp_path: Path) -> None:
+    options = [] if steps is None else ["--steps", str(steps)]
+    command = [sys.executable, "-m", "launch", "-n", "2", "-m", "launch.train", *options]
+    done = execute(command, environment(), tmp_path, 800)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "outputs" / "train" / "summary.json").read_text())
     assert summary["held_out_loss"] < summary["bigram_entropy"]
