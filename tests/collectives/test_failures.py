@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -149,22 +150,13 @@ def check_notes(how: str, victim: int, folder: Path, output: str, all_live: bool
         assert "ArithmeticError: the first failure" in output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "how"),
-    [
-        ("launch", "SIGKILL"),
-        *(
-            pytest.param(
-                launcher,
-                how,
-                marks=pytest.mark.full if (launcher, how) == ("launch", "sys.exit") else pytest.mark.exhaustive,
-            )
-            for launcher in ("launch", "torchrun")
-            for how in HOW
-            if (launcher, how) != ("launch", "SIGKILL")
-        ),
-    ],
-)
+def launches() -> list[Any]:
+    cases = itertools.product(("launch", "torchrun"), HOW)
+    tiers = {("launch", "SIGKILL"): (), ("launch", "sys.exit"): pytest.mark.full}
+    return [pytest.param(*case, marks=tiers.get(case, pytest.mark.exhaustive)) for case in cases]
+
+
+@pytest.mark.parametrize(("launcher", "how"), launches())
 def test_launchers_tell(launcher: str, how: str, tmp_path: Path) -> None:
     """Ranks that a launcher ends early need not raise, but those that do raise the same."""
     start = ["-m", "launch", "-n"] if launcher == "launch" else ["-m", "torch.distributed.run", "--nproc-per-node"]

@@ -78,7 +78,7 @@ def reference(batch_size: int = 12) -> tuple[list[float], list[float]]:
 
 
 def tier(backend: str, world_size: int, strategy: str) -> Any:
-    """Plain runs have a few of all combinations, --full each backend and each world size, with one strategy or another."""
+    """Plain runs have a few of all combinations, --full each backend and world size once, with some strategy."""
     plain = {("gloo", 2, "fsdp"), ("ring+gloo", 2, "zero2"), ("mpi", 2, "zero1"), ("shm+mpi", 2, "ddp")}
     if (backend, world_size, strategy) in plain or (backend == "threads" and world_size == 3):
         return ()
