@@ -61,8 +61,10 @@ def open_and_close(rounds: int) -> None:
         assert held()[1] == 0, "memory is given back at once"
         gc.collect()  # other connections
         before.append(held())
-    assert before[-1] == before[4], before
-    assert before[-1][1] == 0
+    least, deadline = min(before[4:]), time.monotonic() + 10
+    while held() > least and time.monotonic() < deadline:  # the transport below closes connections on a thread
+        time.sleep(0.05)
+    assert held() <= least, before
     print("flat", flush=True)
 
 
