@@ -91,18 +91,8 @@ class Express:
             return None
         if not known.untouched and (tensor.requires_grad or tensor.is_inference()):
             return None
-        if not tensor.dim() == 1 < numel:
-            if tensor.is_neg():
-                return None
-            tensor = tensor.as_strided((numel,), (1,))
-        if (unmet := known.unmet) is not None and unmet.full:
-            return None
-        if not self._progress.claim():
-            return None
-        if unmet is not None:
-            unmet.note(known.what)
-        self._progress.run(known.start, (tensor, argument), known.what, known.row, known.sent, self._where, timeout)
-        return DONE
+        flat = _flat(tensor, numel)
+        return None if flat is None else self._run(known, (flat, argument), timeout)
 
     def two(
         self,
@@ -135,23 +125,27 @@ class Express:
         written = larger if argument is None else smaller
         if not known.untouched and (written.requires_grad or written.is_inference()):
             return None
-        if not larger.dim() == 1 < numel:
-            if larger.is_neg():
-                return None
-            larger = larger.as_strided((numel,), (1,))
-        if not smaller.dim() == 1 < part:
-            if smaller.is_neg():
-                return None
-            smaller = smaller.as_strided((part,), (1,))
+        whole, piece = _flat(larger, numel), _flat(smaller, part)
+        if whole is None or piece is None:
+            return None
+        return self._run(known, (whole, piece) if argument is None else (piece, whole, argument), timeout)
+
+    def _run(self, known: _Known, arguments: tuple[Any, ...], timeout: float) -> Work | None:
         if (unmet := known.unmet) is not None and unmet.full:
             return None
         if not self._progress.claim():
             return None
         if unmet is not None:
             unmet.note(known.what)
-        tensors = (larger, smaller) if argument is None else (smaller, larger, argument)
-        self._progress.run(known.start, tensors, known.what, known.row, known.sent, self._where, timeout)
+        self._progress.run(known.start, arguments, known.what, known.row, known.sent, self._where, timeout)
         return DONE
+
+
+def _flat(tensor: torch.Tensor, numel: int) -> torch.Tensor | None:
+    """A contiguous tensor in one dimension; None where its values are not those in its memory."""
+    if tensor.dim() == 1 < numel:
+        return tensor
+    return None if tensor.is_neg() else tensor.as_strided((numel,), (1,))
 
 
 class _Done:

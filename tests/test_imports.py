@@ -25,6 +25,7 @@ LAYERS = [
         "engine",
         "express",
         "fork",
+        "hub",
         "interrupts",
         "messages",
         "operation",

@@ -78,6 +78,16 @@ def test_import_starts_nothing() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=clean_environment(), cwd=ROOT)
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_the_tree_holds_nothing_that_a_run_left() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], check=True, timeout=60, cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.rstrip("\0").split("\0")
+    visible = {name.split("/")[0] for name in names if not name.startswith(".")}
+    files = {"pyproject.toml", "constraints.txt", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "SECURITY.md"}
+    assert visible == {"collectives", "fsdp", "launch", "tests", *files}
+    assert not [name for name in names if (ROOT / name).stat().st_size > 2**20]
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that the source tree stays as it is."""

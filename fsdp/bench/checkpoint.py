@@ -161,8 +161,12 @@ def _behind(
 
 @contextlib.contextmanager
 def _folder(sync: Communicator) -> Iterator[Path]:
-    """A folder of rank 0's on the disk of the working directory."""
-    with tempfile.TemporaryDirectory(dir=".") if sync.rank == 0 else contextlib.nullcontext() as mine:
+    """A folder of rank 0's on the disk of the working directory, among what programs write there."""
+    with contextlib.ExitStack() as stack:
+        mine = None
+        if sync.rank == 0:
+            Path("outputs").mkdir(exist_ok=True)
+            mine = stack.enter_context(tempfile.TemporaryDirectory(dir="outputs", prefix="checkpoint-bench-"))
         yield Path(sync.broadcast_object(mine, 0))
         sync.barrier()
 

@@ -12,8 +12,9 @@ import torch
 
 import collectives
 from collectives import Communicator
-from collectives.control import Control, Waiting, _Lines
+from collectives.control import Control, Waiting
 from collectives.errors import CommError
+from collectives.hub import Lines
 from collectives.messages import Ledger, Message
 
 
@@ -49,9 +50,9 @@ class Group:
 
 def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that reads must not close the socket between close() and its note."""
-    send = _Lines.send
+    send = Lines.send
 
-    def slowly(lines: _Lines, **note: Any) -> None:
+    def slowly(lines: Lines, **note: Any) -> None:
         if note.get("note") == "bye":
             time.sleep(0.3)
         send(lines, **note)
@@ -71,7 +72,7 @@ def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyP
     second = Control(1, 2, share, "127.0.0.1", 10.0)
     first.watch(group)
     second.watch(Group())
-    monkeypatch.setattr(_Lines, "send", slowly)
+    monkeypatch.setattr(Lines, "send", slowly)
     second.close()
     deadline = time.monotonic() + 10
     while (1, "") not in first._left and not group.errors and time.monotonic() < deadline:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +21,10 @@ from fsdp import DistributedDataParallel, clip_grad_norm_, full_state_dict, full
 
 WIDTH, WORDS = 15, 11
 STRATEGIES = ["ddp", 0, 1, 2, 3]
+# Without accumulation stage 0 does what DDP does, in place, and stage 2 what stage 1 does.
+every_strategy = pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
+)
 State = dict[str, torch.Tensor]
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
