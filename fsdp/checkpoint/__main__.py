@@ -104,7 +104,7 @@ def _inspect(source: Source) -> int:
 def _verify(path: Path) -> int:
     checkpoint = directory.resolve(path)
     manifest = directory.read_manifest(checkpoint)
-    Reader(checkpoint, manifest).run([range(len(file.blocks)) for file in manifest.files])
+    Reader(checkpoint, manifest).verify([range(len(file.blocks)) for file in manifest.files])
     total = sum(file.nbytes for file in manifest.files)
     print(f"{checkpoint}: step {manifest.step}, {len(manifest.files)} files, {total:,} bytes, all as they were written")
     return 0

@@ -31,8 +31,9 @@ def load(
 ) -> Extra:
     """Put a checkpoint into ``model`` and ``optimizer``, in place. Collective.
 
-    It may have been saved at any world size and stage. Each rank reads the bytes that it needs, and keeps them beside
-    until all have: as much memory as its own state takes, and 4 MiB.
+    It may have been saved at any world size and stage. Each rank reads the bytes that it needs: first to verify them,
+    then, when all have, straight into the model and the state that the optimizer has. Only what is cast, or goes to
+    another device, is in memory twice.
 
     Args:
         path: a checkpoint, or the folder of a run, whose newest complete one is meant.
@@ -67,7 +68,9 @@ def load(
     mine: list[list[int]] = [[] for _ in manifest.files]
     for number, block in unread[ranks.rank :: ranks.world_size]:
         mine[number].append(block)
-    ranks.together(lambda: found.reader.run(mine))
+    ranks.together(lambda: found.reader.verify(mine))
+    holdings.open_shards()
+    ranks.together(found.fill)
     found.install()
     return found.extra()
 
@@ -94,7 +97,7 @@ class _Found:
         self._compare(checkpoint, strict)
         stored = manifest.family(manifests.MODEL)
         self._values = {
-            name: self._slice(stored, known, holding)
+            name: self._slice(stored, known, holding, holding.tensor)
             for name, holding in holdings.tensors.items()
             if (known := self._find(name)) is not None
         }
@@ -123,9 +126,12 @@ class _Found:
         known = self._manifest.tied.get(name, name)
         return known if known in self._manifest.family(manifests.MODEL) else None
 
-    def _slice(self, family: Family, known: str | None, holding: Holding) -> torch.Tensor:
+    def _slice(
+        self, family: Family, known: str | None, holding: Holding, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What this rank has of a tensor, to be read into ``place`` if that can be."""
         assert known is not None
-        return self.reader.want(family[known], holding.start, holding.tensor.numel())
+        return self.reader.want(family[known], holding.start, holding.tensor.numel(), place)
 
     def _fetch(self, key: str) -> torch.Tensor:
         stored = self._manifest.family(manifests.VALUES).get(key)
@@ -161,12 +167,15 @@ class _Found:
         names = optimizer_state.parameter_names(optimizer, self._holdings)
         for family, members in self._manifest.tensors.items():
             if family.startswith(manifests.OPTIMIZER):
-                own = self._alike.setdefault(family.removeprefix(manifests.OPTIMIZER), {})
+                key = family.removeprefix(manifests.OPTIMIZER)
+                own = self._alike.setdefault(key, {})
                 for name in names.values():
                     known = self._find(name)
                     if known in members:
                         holding = self._holdings.tensors[name]
-                        own[known] = self._slice(members, known, holding).view(holding.tensor.shape)
+                        has = optimizer.state[holding.tensor].get(key) if holding.tensor in optimizer.state else None
+                        place = has if isinstance(has, torch.Tensor) and has.shape == holding.tensor.shape else None
+                        own[known] = self._slice(members, known, holding, place).view(holding.tensor.shape)
         wanted = {self._find(name) for name in names.values()}
         self._beside = {n: decode(values, self._fetch) for n, values in saved["state"].items() if n in wanted}
         for group in saved["groups"]:
@@ -179,14 +188,24 @@ class _Found:
             rows = (rows[self._ranks.rank],)
         return [{at: decode(value, self._fetch) for at, value in row.items()} for row in rows]
 
+    def fill(self) -> None:
+        """Read. From here on the model changes."""
+        try:
+            self.reader.fill()
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"{error}; it was whole a moment ago, and the model has a part of it: load another checkpoint before "
+                "you go on"
+            ) from error
+
     def install(self) -> None:
-        """Change the model and the optimizer. Collective."""
+        """Have the model and the optimizer take what was not read into them."""
         holdings = self._holdings
-        holdings.open_shards()
         with torch.no_grad():
             for name, value in self._values.items():
                 tensor = holdings.tensors[name].tensor
-                tensor.copy_(value.view(tensor.shape))
+                if value.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(value.view(tensor.shape))
         self._values.clear()
         holdings.restore_objects(self._objects)
         if self._optimizer is not None and self._manifest.optimizer is not None:

@@ -1,6 +1,6 @@
 """What a checkpoint holds and where: JSON that a person can read, checked before anything else is opened.
 
-    {"format": "collectives-fsdp checkpoint", "version": 1, "step": 10, "world_size": 4,
+    {"format": "collectives-fsdp checkpoint", "version": 2, "step": 10, "world_size": 4,
      "files": [{"name": "rank-00000.safetensors", "nbytes": 1234, "blocks": [[1000, "1f3a5c77"], [234, ...]]}, ...],
      "tensors": {"model": {"weight": {"dtype": "F32", "shape": [5, 3], "parts": [[0, 128, 0, 8], [1, 128, 8, 7]]}},
                  "optimizer.exp_avg": {...}, "values": {...}},
@@ -28,7 +28,7 @@ from fsdp.checkpoint.tensor_file import DTYPES
 
 NAME = "manifest.json"
 FORMAT = "collectives-fsdp checkpoint"
-VERSION = 1
+VERSION = 2
 MODEL, OPTIMIZER, LIKE, VALUES = "model", "optimizer.", "like.", "values"  # families of tensors
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SEAL = ', "sha256": "'
@@ -179,8 +179,8 @@ def parse(text: str, where: Path) -> Manifest:
         raise _wrong(where, f'"format": "{FORMAT}"')
     if data.get("version") != VERSION:
         raise CheckpointError(
-            f"{where}: expected a manifest of version {VERSION}, found {data.get('version')!r}; a newer version of "
-            "this package reads newer ones"
+            f"{where}: expected a manifest of version {VERSION}, found {data.get('version')!r}; the version of "
+            "this package that wrote it reads it"
         )
     if text != seal(text.rpartition(_SEAL)[0] + "}"):
         raise _wrong(where, "its text as it was written, found another")

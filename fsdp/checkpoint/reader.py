@@ -1,11 +1,17 @@
-"""Reads what is wanted of a checkpoint's files, block by block, each with its checksum verified."""
+"""Reads what is wanted of a checkpoint's files: verifies it first, block by block, and then puts it where it belongs.
+
+Memory that a process has not touched before costs more than the reading does, and a copy of everything beside may be
+more than there is. So files are read twice, the second time from the system's cache: once through a cache-sized scratch
+past the checksums, and, when every rank has found its part whole, straight into the tensors.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fsdp.checkpoint.checksum import BLOCK, Bytes, checksum
+from fsdp.checkpoint.checksum import TABLE, Bytes, checksum
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.manifest import Manifest, StoredTensor
 from fsdp.checkpoint.tensor_file import DTYPES, as_bytes, read_into
@@ -25,25 +31,38 @@ class _Request(NamedTuple):
 
 
 class Reader:
-    """First say what is wanted, then ``run``."""
+    """First say what is wanted, then ``verify``, then ``fill``."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
         self._files = manifest.files
         self._begins = [[0, *accumulate(block.nbytes for block in file.blocks)] for file in manifest.files]
         self._requests: defaultdict[int, list[_Request]] = defaultdict(list)
+        self._places: list[torch.Tensor] = []
 
-    def want(self, tensor: StoredTensor, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Elements of ``tensor``, 1-D in host memory, in its own dtype; all of it by default. ``run`` fills them in."""
+    def want(
+        self, tensor: StoredTensor, start: int = 0, numel: int | None = None, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Elements of ``tensor``, all of it by default, which ``fill`` reads; 1-D in host memory, in its own dtype.
+
+        Args:
+            place: where they may go, if it is such memory; until then it stays as it is.
+        """
         numel = tensor.numel if numel is None else numel
-        result = torch.empty(numel, dtype=DTYPES[tensor.dtype])
+        dtype = DTYPES[tensor.dtype]
+        if place is not None and _is_plain(place, dtype):
+            result = place.detach().view(-1)
+            self._places.append(result)
+        else:
+            result = torch.empty(numel, dtype=dtype)
         if numel:
             into, size = as_bytes(result), tensor.itemsize
             for part in tensor.parts:
                 first, last = max(start, part.start), min(start + numel, part.start + part.numel)
                 if first < last:
-                    place = slice((first - start) * size, (last - start) * size)
-                    self._requests[part.file].append(_Request(part.offset + (first - part.start) * size, into[place]))
+                    bytes_of_part = slice((first - start) * size, (last - start) * size)
+                    request = _Request(part.offset + (first - part.start) * size, into[bytes_of_part])
+                    self._requests[part.file].append(request)
         return result
 
     def needs(self) -> list[set[int]]:
@@ -57,42 +76,46 @@ class Reader:
             found.append(blocks)
         return found
 
-    def run(self, also: Sequence[Iterable[int]] = ()) -> None:
-        """Read what is wanted. ``also``: blocks of each file to verify, whatever is in them.
+    def verify(self, also: Sequence[Iterable[int]] = ()) -> None:
+        """Compare what is wanted with its checksums. ``also``: blocks of each file, whatever is in them.
 
         Raises:
             CheckpointError: a file is shorter than it was, or its contents have changed; naming it.
             OSError: it cannot be read.
         """
-        scratch = np.empty(BLOCK, dtype=np.uint8)
+        scratch = np.empty(TABLE, dtype=np.uint8)
         for number, needed in enumerate(self.needs()):
-            blocks = sorted(needed.union(also[number] if also else ()))
-            if blocks:
-                self._read(number, blocks, scratch)
+            if blocks := sorted(needed.union(also[number] if also else ())):
+                with self._opened(number) as (fd, path):
+                    for block in blocks:
+                        self._verify(number, block, fd, path, scratch)
 
-    def _read(self, number: int, blocks: Sequence[int], scratch: Bytes) -> None:
-        file = self._files[number]
-        path = self._checkpoint / file.name
-        requests = sorted(self._requests[number], key=lambda request: request.offset)
+    def _verify(self, number: int, block: int, fd: int, path: Path, scratch: Bytes) -> None:
+        begin, (nbytes, expected) = self._begins[number][block], self._files[number].blocks[block]
+        if checksum(nbytes, _read_tables(fd, path, begin, nbytes, scratch)) != expected:
+            raise CheckpointError(
+                f"{path}: expected bytes {begin} to {begin + nbytes} as they were written, found others; the file is "
+                "damaged, take another checkpoint"
+            )
+
+    def fill(self) -> None:
+        """Read what is wanted.
+
+        Raises:
+            CheckpointError, OSError: a file is no longer what it was; something has been read.
+        """
+        for number, requests in self._requests.items():
+            with self._opened(number) as (fd, path):
+                for offset, into in sorted(requests, key=lambda request: request.offset):
+                    read_into(fd, path, offset, into)
+        torch.autograd.graph.increment_version(self._places)  # a graph that holds one must not be used any more
+
+    @contextlib.contextmanager
+    def _opened(self, number: int) -> Generator[tuple[int, Path]]:
+        path = self._checkpoint / self._files[number].name
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            first = 0  # of the requests that are not done
-            for block in blocks:
-                begin, size = self._begins[number][block], file.blocks[block].nbytes
-                while first < len(requests) and requests[first].offset + requests[first].into.size <= begin:
-                    first += 1
-                within = _within(requests, first, begin, size)
-                direct = len(within) == 1 and within[0][1].size == size and within[0][1].ctypes.data % 8 == 0
-                data = within[0][1] if direct else scratch[:size]
-                read_into(fd, path, begin, data)
-                if checksum(data) != file.blocks[block].checksum:
-                    raise CheckpointError(
-                        f"{path}: expected bytes {begin} to {begin + size} as they were written, found others; "
-                        "the file is damaged, take another checkpoint"
-                    )
-                if not direct:
-                    for at, into in within:
-                        into[:] = data[at : at + into.size]
+            yield fd, path
         except OSError as error:
             error.filename = error.filename or str(path)
             raise
@@ -100,12 +123,14 @@ class Reader:
             os.close(fd)
 
 
-def _within(requests: Sequence[_Request], first: int, begin: int, size: int) -> list[tuple[int, Bytes]]:
-    """What requests from the ``first`` on want of the ``size`` bytes at ``begin``: where in them, and its place."""
-    found = []
-    while first < len(requests) and requests[first].offset < begin + size:
-        offset, into = requests[first]
-        a, b = max(offset, begin), min(offset + into.size, begin + size)
-        found.append((a - begin, into[a - offset : b - offset]))
-        first += 1
-    return found
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether bytes of a file can go to its memory as they are."""
+    in_order = tensor.layout is torch.strided and tensor.is_contiguous()
+    return in_order and tensor.is_cpu and tensor.dtype == dtype and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _read_tables(fd: int, path: Path, begin: int, nbytes: int, scratch: Bytes) -> Iterator[Bytes]:
+    for at in range(0, nbytes, TABLE):
+        table = scratch[: min(TABLE, nbytes - at)]
+        read_into(fd, path, begin + at, table)
+        yield table

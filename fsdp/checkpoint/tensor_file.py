@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fsdp.checkpoint.checksum import BLOCK, Bytes, checksum
+from fsdp.checkpoint.checksum import BLOCK, Bytes, checksum, tables
 from fsdp.checkpoint.errors import CheckpointError
 
 DTYPES = {
@@ -142,10 +142,15 @@ class _Sink:
             self._filled = 0
 
     def _write(self, block: Bytes) -> None:
-        self.blocks.append((block.size, checksum(block)))
-        left = block.data
-        while left:
-            left = left[os.write(self._fd, left) :]
+        self.blocks.append((block.size, checksum(block.size, self._written(block))))
+
+    def _written(self, block: Bytes) -> Iterator[Bytes]:
+        """Each table, once it is written: it is in the cache then, and read from memory once."""
+        for table in tables(block):
+            left = table.data
+            while left:
+                left = left[os.write(self._fd, left) :]
+            yield table
 
 
 class Entry(NamedTuple):

@@ -18,8 +18,9 @@ from torch import nn
 import fsdp
 from collectives import Communicator
 from fsdp.checkpoint import complete
-from fsdp.checkpoint.checksum import checksum
-from fsdp.checkpoint.manifest import parse, seal
+from fsdp.checkpoint.checksum import Bytes, checksum, tables
+from fsdp.checkpoint.manifest import VERSION, parse, seal
+from fsdp.checkpoint.reader import Reader
 from tests.fsdp.models import OddBlock, OddNet, adamw, filled, full_state, loss_of, same_bits, words, wrapped
 from tests.ranks import run_ranks
 
@@ -111,7 +112,7 @@ FILE, MANIFEST = "rank-00001.safetensors", "manifest.json"
         pytest.param(MANIFEST, Path.unlink, "found no such file", id="no-manifest"),
         pytest.param(MANIFEST, cut, "expected JSON", id="cut-manifest"),
         *(pytest.param(MANIFEST, flip(place), "expected", id=f"flip-manifest-{place}") for place in (0.3, 0.6, 1)),
-        pytest.param(MANIFEST, edit(version=2), "of version 1, found 2", id="newer"),
+        pytest.param(MANIFEST, edit(version=VERSION + 1), f"of version {VERSION}, found {VERSION + 1}", id="newer"),
         pytest.param(MANIFEST, edit(format="other"), '"format"', id="other-format"),
         pytest.param(MANIFEST, edit(tensors=3), "all fields", id="no-tensors"),
         pytest.param(MANIFEST, edit_file(name="../evil"), "plain name in its folder, found '../evil'", id="outside"),
@@ -145,22 +146,63 @@ def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 4080, 4097, 3 * 4096 + 5, 2**18 + 12])
 def test_every_byte_of_a_block_counts(size: int) -> None:
+    def of(block: Bytes) -> str:
+        return checksum(block.size, tables(block))
+
     block = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    known = {checksum(block), checksum(np.append(block, np.uint8(0))), checksum(block[:-1]) if size else ""}
+    known = {of(block), of(np.append(block, np.uint8(0))), of(block[:-1]) if size else ""}
     places = range(0, size, max(97, size // 50))
     for place in places:
         changed = block.copy()
         changed[place] ^= 1 << place % 8
-        known.add(checksum(changed))
+        known.add(of(changed))
         if place + 8 < size:  # and in the same bit of the next word
             changed[place + 8] ^= 1 << place % 8
-            known.add(checksum(changed))
+            known.add(of(changed))
     for unit in (8, 64, 4096):  # words and rows that change places
         moved = block[: size // unit * unit].reshape(-1, unit)[::-1].reshape(-1)
         if size >= 2 * unit:
-            known.add(checksum(np.append(moved, block[moved.size :])))
+            known.add(of(np.append(moved, block[moved.size :])))
     swaps = sum(size >= 2 * unit for unit in (8, 64, 4096))
     assert len(known) == 3 + len(places) + sum(place + 8 < size for place in places) + swaps
+
+
+def loaded_while_it_is_cut(comm: Communicator, path: str) -> str:
+    model, optimizer = build(comm, seed=4)
+    step_of(model, optimizer, comm, 9)
+    fill = Reader.fill
+
+    def late(reader: Reader) -> None:
+        if comm.rank == 1:
+            cut(complete(path)[0] / FILE)
+        fill(reader)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Reader, "fill", late)
+        with pytest.raises(fsdp.CheckpointError) as caught:
+            fsdp.load(path, model, optimizer)
+    return str(caught.value).splitlines()[0]
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_said_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(saved, str(tmp_path), world_size=2, backend="gloo")
+    first, second = run_ranks(loaded_while_it_is_cut, str(tmp_path), world_size=2, backend="gloo")
+    assert first == second
+    assert FILE in first
+    assert "the model has a part of it" in first
+
+
+def loaded_into_a_graph(comm: Communicator, path: str) -> None:
+    model, optimizer = build(comm, stage=0, seed=4)
+    loss = loss_of(model, words(comm.rank, 1))
+    fsdp.load(path, model, optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_graph_from_before_is_refused(tmp_path: Path) -> None:
+    run_ranks(saved, str(tmp_path), world_size=1)
+    run_ranks(loaded_into_a_graph, str(tmp_path), world_size=1)
 
 
 def resumed(comm: Communicator, path: str) -> tuple[int, dict[str, torch.Tensor]]:
