@@ -288,7 +288,7 @@ def make_folder(name: str | None) -> Path | None:
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / METRICS).write_text("")  # a folder that cannot be written must be known before the training
+        (folder / METRICS).open("a").close()  # that it cannot be written must be known before the training
     except OSError as error:
         raise InputError(
             f"--out: expected a folder that rank 0 can write; found {folder} ({error.strerror}); "

@@ -55,7 +55,10 @@ def _panel(ax: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         points = sorted((row.nbytes, row.busbw) for row in rows if row.contender == name)
         if points:
-            style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+            turn, place = divmod(number, len(_COLOURS))
+            style = {"color": _COLOURS[place], "marker": _MARKERS[place]}
+            if turn % 2:  # the same colour again, hollow
+                style["markerfacecolor"] = "white"
             dashes = "--" if name.startswith("lib:") else "-"
             ax.plot(*zip(*points, strict=True), dashes, label=name, linewidth=1.5, markersize=4, **style)
     # The bound is the same whichever contender's row it is read from.

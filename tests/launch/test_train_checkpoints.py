@@ -86,8 +86,11 @@ def test_a_damaged_one_is_passed_over_and_other_settings_are_refused(
     said = capsys.readouterr().out
     assert "as they were written" in said
     assert "going on after step 2" in said
+    metrics = (tmp_path / "metrics.jsonl").read_text()
     with pytest.raises(InputError, match="batch_size 12, not 4"):
         run_ranks(train, config(text, tmp_path, batch_size=4), saves, world_size=2)
+    assert metrics.count("\n") == STEPS
+    assert (tmp_path / "metrics.jsonl").read_text() == metrics
 
 
 @pytest.mark.parametrize(
