@@ -88,6 +88,8 @@ class Endpoint:
             self._progress = Engine(*watched)
         self._express = Express(backend, self._progress, self._where)
         self._unmet = Unmet() if 0 < backend.meets_from < Backend.meets_from else None
+        if control is not None:
+            control.watch(self._progress)  # last: a peer may be lost already, and this communicator ends at once
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.backend!r} rank {self.rank} of {self.world_size} on {self.device}>"

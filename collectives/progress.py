@@ -25,7 +25,8 @@ T = TypeVar("T")
 class Progress(ABC):
     """The operations of one communicator that are not done yet, and the failure that ended it, if any.
 
-    This is also what the control plane sees of a communicator (``control.Group``).
+    This is also what the control plane sees of a communicator (``control.Group``), once that is whole and asks it to
+    ``watch``.
     """
 
     def __init__(self, name: str, members: Sequence[int], kill: Callable[[], None], control: Control | None) -> None:
@@ -40,8 +41,6 @@ class Progress(ABC):
         self._claim = threading.Lock()  # held while a collective that is in no queue is under way
         self._ending = threading.Lock()
         self._ended = threading.Event()
-        if control is not None:
-            control.watch(self)
 
     @abstractmethod
     def submit(self, operation: Operation, sync: bool) -> None:

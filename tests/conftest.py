@@ -36,6 +36,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if chosen or config.option.usepdb else max(2, min(4, hosts.allowed_cores()))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Not "mpi": pytest-mpi takes a test of that name alone for one of its own, and skips it."""
+    return "MPI" if val == "mpi" else None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests of one pool of workers run in one process."""
     launcher, world_size = _pool(item)

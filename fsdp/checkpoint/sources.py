@@ -29,6 +29,7 @@ from fsdp.checkpoint.tensor_file import DTYPES, Entry, as_bytes, read_header, re
 from fsdp.checkpoint.values import decode
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_ZERO = "zero_to_fp32.py"  # what DeepSpeed puts beside its checkpoints
 _NESTED = ("module", "state_dict", "model", "model_state_dict")  # where training scripts keep the weights
 
 
@@ -201,6 +202,11 @@ def open_source(path: str | os.PathLike[str], trust_pickle: bool = False) -> Sou
     for name in ("model.safetensors", "pytorch_model.bin", "*.safetensors"):
         if found := sorted(place.glob(name)):
             return SafetensorsSource(found) if found[0].suffix == ".safetensors" else _file(found[0], trust_pickle)
+    if converter := next((at / _ZERO for at in (place, place.parent) if (at / _ZERO).exists()), None):
+        raise CheckpointError(
+            f"{place}: expected weights, found a DeepSpeed checkpoint, which holds what its ranks had of them; "
+            f"consolidate it first: python {converter} {converter.parent} weights"
+        )
     raise CheckpointError(
         f"{place}: expected {manifests.NAME}, .metadata, *.index.json, *.safetensors or pytorch_model.bin in it, "
         f"found {', '.join(sorted(os.listdir(place))[:10]) or 'nothing'}"

@@ -13,9 +13,11 @@ import torch
 import collectives
 from collectives import Communicator
 from collectives.control import Control, Waiting
-from collectives.errors import CommError
+from collectives.errors import CommClosedError, CommError, PeerLostError
 from collectives.hub import Lines
 from collectives.messages import Ledger, Message
+from collectives.progress import Progress
+from tests.ranks import run_ranks
 
 
 class Group:
@@ -79,6 +81,33 @@ def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyP
         time.sleep(0.01)
     first.close()
     assert not group.errors
+
+
+def law_born_lost(comm: Communicator) -> None:
+    control = comm._control
+    assert control is not None
+    seen: list[CommError | None] = []
+    with pytest.MonkeyPatch.context() as patched:
+
+        def watch(group: Progress) -> None:  # everything that the control thread may ask of it, at once
+            group.waiting(), group.late_messages(0.0), group.awaits(1 - comm.rank), group.look(), group.settle(0.0)
+            group.end(PeerLostError("lost before", 1 - comm.rank))
+            seen.append(group.failure)
+
+        patched.setattr(control, "watch", watch)
+        group = comm.split(0)
+        assert group is not None
+    assert [type(error) for error in seen] == [PeerLostError]
+    with pytest.raises(CommClosedError):
+        group.barrier()
+    group.close()
+    comm.barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi", "ring+gloo", "shm+gloo"])
+def test_a_communicator_may_be_lost_when_it_is_born(backend: str) -> None:
+    """A member can be gone before the last line of the constructor."""
+    run_ranks(law_born_lost, world_size=2, backend=backend)
 
 
 def law_pending_works_have_failed(comm: Communicator) -> None:

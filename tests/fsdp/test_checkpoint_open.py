@@ -207,6 +207,14 @@ def test_other_weights_are_refused_in_one_message(tmp_path: Path) -> None:
         assert words_ in first
 
 
+@pytest.mark.parametrize("within", ["", "global_step10"])
+def test_what_deepspeed_left_must_be_consolidated_first(within: str, tmp_path: Path) -> None:
+    (tmp_path / "zero_to_fp32.py").touch()
+    (tmp_path / "global_step10").mkdir()
+    with pytest.raises(fsdp.CheckpointError, match=f"python {tmp_path}/zero_to_fp32.py {tmp_path} weights"):
+        open_source(tmp_path / within)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(saved, str(tmp_path / "run"), world_size=2)
     run = str(tmp_path / "run")
