@@ -43,6 +43,11 @@ class Prefetch:
         self.order.append(unit)
         return before
 
+    def ran(self, use: Use) -> None:
+        """``use.unit`` ends its forward: if others ran inside of it, backward comes to the last of them next."""
+        if self.order[-1] is not use.unit:
+            use.before = self.order[-1]
+
     def in_forward(self, unit: Unit, epoch: int) -> None:
         """Fetch what comes after ``unit``."""
         if unit.forward_prefetch is not None:
@@ -52,7 +57,7 @@ class Prefetch:
             self._fetch(self._next_of.get(unit), epoch)
 
     def in_backward(self, use: Use) -> None:
-        """Fetch what comes after ``use.unit`` in backward: what ran before it."""
+        """Fetch what comes after ``use.unit`` in backward."""
         if use.unit.backward_prefetch is not None:
             for other in use.unit.backward_prefetch:
                 self._fetch(other, None)

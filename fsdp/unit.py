@@ -188,6 +188,7 @@ class Unit:
             if group.leave() and last and self._frees(group, differentiable, recomputes):
                 group.reshard(after_forward=differentiable)
         if not recomputes:
+            self.runtime.prefetch.ran(use)
             self.runtime.end_forward(differentiable)
         return output
 

@@ -23,7 +23,7 @@ class Use:
 
     Args:
         unit: it ran.
-        before: the unit that ran before it, so the next one in backward.
+        before: the unit that backward comes to next: the last one inside of it, or else the one that ran before it.
     """
 
     __slots__ = ("__weakref__", "before", "groups", "progress", "unit")

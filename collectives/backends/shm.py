@@ -7,9 +7,6 @@ share a host are made of reads and writes in memory that all of them have mapped
 from __future__ import annotations
 
 import logging
-import os
-import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,8 +22,8 @@ from collectives.backends.shared_buffer import HostBuffer, all_released, header_
 from collectives.backends.shared_buffer import clear as clear_header
 from collectives.backends.signals import Signals, clear
 from collectives.backends.team import Call, Combine, Steps, Team, describe, footprint
-from collectives.errors import CommTimeoutError, UnsupportedError
-from collectives.interrupts import join
+from collectives.backends.waiters import BothWays, Waiters
+from collectives.errors import UnsupportedError
 from collectives.schedules.arithmetic import check_reducible
 from collectives.schedules.executor import Posted
 from collectives.types import P2P, ReduceOp
@@ -93,90 +90,6 @@ class _Running:
             self._resume()
 
 
-class _Messages:
-    """Messages of the transport below, which either polls or waits, as something that does both."""
-
-    def __init__(self, backend: ShmBackend, below: Pending, count: int) -> None:
-        self._backend = backend
-        self._below = below
-        self._count = count
-        self._waited = 0  # so many have been waited for
-        self._threaded = False
-        self._done = False
-        self._error: Exception | None = None
-
-    def poll(self) -> bool:
-        if self._backend.below.polls:
-            return self._below.poll()
-        if not self._threaded and not self._done:
-            self._threaded = True
-            self._backend.waiters.run(self._wait_for_all)
-        if self._error is not None:
-            raise self._error
-        return self._done
-
-    def _wait_for_all(self) -> None:
-        try:
-            for i in range(self._waited, self._count):
-                self._below.wait(i, time.monotonic() + 1e6)
-            self._done = True
-        except Exception as error:  # raised where somebody polls
-            self._error = error
-
-    def wait(self, i: int, deadline: float) -> None:
-        if not self._backend.below.polls and not self._threaded:
-            self._below.wait(i, deadline)
-            self._waited = max(self._waited, i + 1)
-            self._done = self._waited == self._count
-            return
-        turn = 0
-        while not self.poll():
-            turn += 1
-            if turn & 31 == 0 and time.monotonic() > deadline:
-                raise CommTimeoutError("nothing came in time")
-            if turn > 2000 or (turn > 50 and self._backend.crowded):
-                time.sleep(1e-4)
-            else:
-                os.sched_yield()
-
-
-class _Waiters:
-    """Threads that wait for transports that can only be waited for; made when needed, and used again."""
-
-    def __init__(self) -> None:
-        self._idle: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def run(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            jobs = self._idle.pop() if self._idle else None
-        if jobs is None:
-            jobs = queue.SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(jobs,), name="collectives shm waiter", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        jobs.put(job)
-
-    def _serve(self, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        while (job := jobs.get()) is not None:
-            job()
-            del job
-            with self._lock:
-                if self._closed:
-                    return
-                self._idle.append(jobs)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for jobs in self._idle:
-                jobs.put(None)
-            self._idle.clear()
-        join(self._threads)
-
-
 class ShmBackend(Backend):
     """One rank of a communicator, some of whose ranks share memory.
 
@@ -206,7 +119,7 @@ class ShmBackend(Backend):
         self.max_tag = below.max_tag
         self.max_count = below.max_count
         self.crowded = neighbours.crowded
-        self.waiters = _Waiters()
+        self._waiters = Waiters()
         self._neighbours = neighbours
         self._roots = roots
         self._owns = owns
@@ -250,7 +163,7 @@ class ShmBackend(Backend):
     # Messages
 
     def _post(self, ops: Sequence[P2P], tag: int) -> Pending:
-        return _Messages(self, self.below._post(ops, tag), len(ops))
+        return BothWays(self.below, self._waiters, self.crowded, self.below._post(ops, tag), len(ops))
 
     def _send(self, ops: Sequence[P2P]) -> Posted:
         """Messages of a collective."""
@@ -398,7 +311,7 @@ class ShmBackend(Backend):
         self._running.drop()
         self._small_sums.clear()
         all_left = self.team.leave()
-        self.waiters.close()
+        self._waiters.close()
         self.below._close()
         self._neighbours.heap.release(self._offset, all_left)
         if self._owns:

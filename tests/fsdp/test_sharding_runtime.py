@@ -164,10 +164,16 @@ def prefetches(comm: Communicator, forward: int, backward: int, limit: int | Non
     seen: dict[str, Any] = {"forward": [], "backward": []}
     for block in blocks:
         block.look = lambda when: seen[when].append(gathered(model))
+
+    def watch(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: seen.update(head=gathered(model)))  # after ours, when the head's backward comes
+
+    model.register_forward_hook(watch)
     for step in range(2):
         seen = {"forward": [], "backward": []}
         loss_of(model, words(comm.rank, step)).backward()
     found: dict[str, Any] = {name: list(rows) for name, rows in seen.items()}
+    assert found["head"] == [False, False, False, limit != 0]
     found["gathers"] = one_step(comm, model)
     found["worst"] = trains(comm, model, filled(OddNet(4)))
     return found
