@@ -86,7 +86,8 @@ def wrapped_again(comm: Communicator) -> tuple[float, int]:
 
 @world_sizes(2)
 def test_a_module_wrapped_again_belongs_to_the_later_wrapper(run: Run, world_size: int) -> None:
-    assert all(worst < 1e-12 and calls == 2 for worst, calls in run(wrapped_again, n=world_size))
+    expected = 1 + (world_size > 1)  # a bucket, and the flags, which one rank has nobody to tell
+    assert all(worst < 1e-12 and calls == expected for worst, calls in run(wrapped_again, n=world_size))
 
 
 class Layer(nn.Module):

@@ -106,4 +106,4 @@ def test_one_collective_a_unit(run: Run, world_size: int, stage: int, gathers: i
     calls = run(calls_of, stage, n=world_size)[0]
     assert calls["all_gather"] == gathers
     assert calls["reduce_scatter"] == 4
-    assert calls["all_reduce"] == 2
+    assert calls["all_reduce"] == 1 + (world_size > 1)  # one rank has nobody to tell its flags
