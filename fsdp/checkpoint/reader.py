@@ -108,7 +108,8 @@ class Reader:
             with self._opened(number) as (fd, path):
                 for offset, into in sorted(requests, key=lambda request: request.offset):
                     read_into(fd, path, offset, into)
-        torch.autograd.graph.increment_version(self._places)  # a graph that holds one must not be used any more
+        # A graph that holds one must not be used any more.
+        torch.autograd.graph.increment_version([place for place in self._places if not place.is_inference()])
 
     @contextlib.contextmanager
     def _opened(self, number: int) -> Generator[tuple[int, Path]]:

@@ -7,6 +7,7 @@ Source: the description of the format at https://github.com/huggingface/safetens
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -147,8 +148,9 @@ class _Sink:
         self.blocks.append((block.size, checksum(block.size, self._written(block))))
         self._end += block.size
         if _ADVISES and self._end - self._begun >= BLOCK:
-            # Sends what is not on the disk yet on its way (and only that stays in the cache), so that fsync finds less.
-            os.posix_fadvise(self._fd, self._begun, self._end - self._begun, os.POSIX_FADV_DONTNEED)
+            # Linux begins to write when it is told so, and fsync finds less to do; what is under way stays cached.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, self._begun, self._end - self._begun, os.POSIX_FADV_DONTNEED)
             self._begun = self._end
 
     def _written(self, block: Bytes) -> Iterator[Bytes]:
