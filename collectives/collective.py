@@ -123,13 +123,18 @@ class Collective:
         return _tag(self.operation, self.dtype, self.op, self.root, name, numel, sizes, earlier)
 
     def least_bytes(self, size: int, rank: int) -> int:
-        """What a rank must send at least: the volume of the best algorithm, in bytes."""
+        """What a rank must send at least: the volume of the best algorithm, in bytes. Sums over ranks are exact."""
         nbytes = self.numel * self.dtype.itemsize
-        if self.operation == "all_reduce":
-            return 2 * (size - 1) * nbytes // size
         if self.operation == "broadcast":
             return nbytes if rank == self.root and size > 1 else 0
-        return (size - 1) * nbytes // size
+        side = self.input or self.output
+        assert side is not None
+        own = (side.cuts[rank + 1] - side.cuts[rank]) * self.dtype.itemsize
+        if self.operation == "all_reduce":  # everybody's parts to them, then the sum of its own to everybody
+            return nbytes - own + (size - 1) * own
+        if self.operation == "reduce_scatter":
+            return nbytes - own
+        return (size - 1) * own
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from collectives import Communicator, ReduceOp
+from collectives.collective import Collective
 from collectives.schedules import SCHEDULES
+from collectives.schedules.executor import Chunks, even_cuts
 from tests import reference
 from tests.ranks import run_ranks
 from tests.reference import data
@@ -80,3 +82,15 @@ CALLS = {
 @pytest.mark.parametrize(("operation", "algorithm"), [key for key in SCHEDULES if key[0] in CALLS])
 def test_every_algorithm_computes_the_reference(operation: str, algorithm: str, world_size: int) -> None:
     run_ranks(CALLS[operation], algorithm, world_size=world_size, backend="threads", timeout=60.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 1, 8, 11])
+def test_what_a_library_sends_is_counted_exactly(numel: int, size: int) -> None:
+    tensor = torch.empty(numel, dtype=torch.int16)
+    chunks, nbytes = Chunks(tensor, even_cuts(numel, size)), tensor.nbytes
+    expected = {"all_reduce": 2 * (size - 1) * nbytes, "all_gather": (size - 1) * nbytes}
+    expected |= {"reduce_scatter": (size - 1) * nbytes, "broadcast": nbytes if size > 1 else 0}
+    for operation, total in expected.items():
+        call = Collective(operation, tensor.dtype, chunks, chunks, root=0 if operation == "broadcast" else None)
+        assert sum(call.least_bytes(size, rank) for rank in range(size)) == total
