@@ -4,6 +4,7 @@
 A small tensor goes into the slot whole, everybody reads all slots, and one step is enough. A tensor that lies in shared
 memory is read where it is. Any other travels through the slots piece by piece: what this rank owes to others is copied
 in, and its own part stays where it is. Which of the last two holds is each rank's own affair, and said in its header.
+A sum takes the first way for longer tensors too, up to where the bytes that everybody reads cost more than the steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from collectives.backends.team import Call, Combine, Place, Steps, Team
 
 SMALL_BYTES = 64 * 1024  # up to here one step that reads everything beats several that read parts
+_WHOLE_BYTES = {2: 2**20, 3: 2**17, 4: 2**17}  # the same for sums of private tensors, by members; each fits a slot
 _ALIGNMENT = 64  # bytes, so that two ranks never write to one cache line
 
 Blocks = Sequence[torch.Tensor]
@@ -39,6 +41,40 @@ def all_reduce_small(
 
 
 def all_reduce(team: Team, call: Call, tensor: torch.Tensor, combine: Combine) -> Steps:
+    """As steps that suit the length: the same for all members."""
+    if tensor.nbytes <= _WHOLE_BYTES.get(team.size, 0):
+        return _all_reduce_whole(team, call, tensor, combine)
+    return _all_reduce_parts(team, call, tensor, combine)
+
+
+def _all_reduce_whole(team: Team, call: Call, tensor: torch.Tensor, combine: Combine) -> Steps:
+    """Everybody sums everything, unless all tensors are in reach; who has its own in reach copies nothing in."""
+    numel, place = tensor.numel(), team.place(tensor)
+    slots = team.slots(numel, tensor.dtype)
+    if place is None:
+        slots[team.next][team.me].copy_(tensor)
+    team.announce(call, place)
+    yield None
+    team.verify(call)
+    tensors = _direct(team, numel, tensor.dtype)
+    if all(t is not None for t in tensors):
+        tensors[team.me] = tensor
+        cuts = _cuts(numel, team.size, tensor.dtype)
+        terms = [_blocks(t, cuts, team.me, numel) for t in tensors if t is not None]
+        yield from _all_reduce_in_place(team, terms[team.me], terms, combine)
+        return
+    terms_or_slots = [slot if t is None else t for t, slot in zip(tensors, slots[team.now], strict=True)]
+    if all(t is None for t in tensors):
+        combine(tensor, terms_or_slots)
+        return
+    total = torch.empty_like(tensor)  # what others read in place stays until everybody has read it
+    combine(total, terms_or_slots)
+    team.signals.publish()
+    yield None
+    tensor.copy_(total)
+
+
+def _all_reduce_parts(team: Team, call: Call, tensor: torch.Tensor, combine: Combine) -> Steps:
     """Everybody sums a chunk; sums of one block are shared in the step that brings the terms of the next."""
     me, others, pieces = team.me, team.others, team.pieces(tensor.dtype)
     cuts = _cuts(tensor.numel(), team.size, tensor.dtype)
