@@ -56,14 +56,14 @@ def main(how: str, when: str, backend: str, victim: int, folder: Path) -> None:
         comm.all_reduce(tensor)
         assert float(tensor[-1]) == comm.world_size
     group: Communicator | None = comm
-    if when == "sub-group":
-        group = comm.split(0, key=-comm.rank)
-    assert group is not None
-    if comm.rank == victim:
-        if when == "ring":
-            group.all_reduce(tensor.clone(), async_op=True, algorithm="ring")
-        fail(how, folder)
     try:
+        if when == "sub-group":  # where the victim may be gone before others are out of split()
+            group = comm.split(0, key=-comm.rank)
+            assert group is not None
+        if comm.rank == victim:
+            if when == "ring":
+                group.all_reduce(tensor.clone(), async_op=True, algorithm="ring")
+            fail(how, folder)
         match when:
             case "ring":
                 for _ in range(3):
