@@ -104,7 +104,8 @@ class Hub:
         return new
 
     def _tell(self, **note: Any) -> None:
-        for lines in [*self._peers.values()]:
+        """Everybody; rank 0, which shares this process, last: at the news it may end the process, and this thread."""
+        for _, lines in sorted(self._peers.items(), reverse=True):
             lines.send(**note)
 
     def _on_bye(self, rank: int, /, calls: Mapping[str, int]) -> None:

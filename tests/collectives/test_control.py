@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -50,15 +51,8 @@ class Group:
         return
 
 
-def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that reads must not close the socket between close() and its note."""
-    send = Lines.send
-
-    def slowly(lines: Lines, **note: Any) -> None:
-        if note.get("note") == "bye":
-            time.sleep(0.3)
-        send(lines, **note)
-
+def meeting() -> Callable[[bytes | None], bytes]:
+    """What brings rank 0's bytes to everybody."""
     told: list[bytes] = []
     there = threading.Event()
 
@@ -69,6 +63,19 @@ def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyP
         assert there.wait(10)
         return told[0]
 
+    return share
+
+
+def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads must not close the socket between close() and its note."""
+    send = Lines.send
+
+    def slowly(lines: Lines, **note: Any) -> None:
+        if note.get("note") == "bye":
+            time.sleep(0.3)
+        send(lines, **note)
+
+    share = meeting()
     group = Group()
     first = Control(0, 2, share, "127.0.0.1", 10.0)
     second = Control(1, 2, share, "127.0.0.1", 10.0)
@@ -81,6 +88,33 @@ def test_a_goodbye_arrives_however_slowly_it_is_said(monkeypatch: pytest.MonkeyP
         time.sleep(0.01)
     first.close()
     assert not group.errors
+
+
+def test_the_hub_tells_its_own_rank_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the news rank 0 may end the process, and the hub with it; the others must have heard by then."""
+    share = meeting()
+    controls = [Control(rank, 4, share, "127.0.0.1", 10.0) for rank in range(4)]
+    hub = controls[0]._hub
+    assert hub is not None
+    deadline = time.monotonic() + 10
+    while len(hub._peers) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    rank_of = {lines: rank for rank, lines in hub._peers.items()}
+    send, order = Lines.send, list[int]()
+
+    def noted(lines: Lines, **note: Any) -> None:
+        if note.get("note") == "lost" and lines in rank_of:
+            order.append(rank_of[lines])
+        send(lines, **note)
+
+    monkeypatch.setattr(Lines, "send", noted)
+    controls[2]._closed = True
+    controls[2]._lines.sock.shutdown(socket.SHUT_RDWR)
+    while len(order) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert order == [3, 1, 0]
+    for rank in (3, 1, 0):
+        controls[rank].close()
 
 
 def law_born_lost(comm: Communicator) -> None:
