@@ -52,12 +52,13 @@ def main(how: str, when: str, backend: str, victim: int, folder: Path) -> None:
     while len(list(folder.glob("pid*"))) < comm.world_size:  # a launcher may end who is still on the way
         time.sleep(0.01)
     tensor, works = torch.ones(NUMEL), list[Work]()
-    if when != "first call":
-        comm.all_reduce(tensor)
-        assert float(tensor[-1]) == comm.world_size
     group: Communicator | None = comm
     try:
-        if when == "sub-group":  # where the victim may be gone before others are out of split()
+        # The victim may be gone before the others are out of what comes first, too.
+        if when != "first call":
+            comm.all_reduce(tensor)
+            assert float(tensor[-1]) == comm.world_size
+        if when == "sub-group":
             group = comm.split(0, key=-comm.rank)
             assert group is not None
         if comm.rank == victim:
